@@ -1,0 +1,45 @@
+# Every command works on a machine that has Python 3.11+ and make, and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all check bench docs figures clean
+
+demo: .venv/installed-demo  ## the core space of a classifier: a table, and a picture in demo/
+	$(BIN)/neuromanifold demo --out demo
+
+test: check  ## style, types, tests: what CI runs
+	$(BIN)/pytest -m "not slow"
+
+test-all: check docs  ## also the slow tests, and the docs
+	$(BIN)/pytest
+
+check: .venv/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/installed-test  ## ratios measured side by side, printed and kept in benchmarks/results/
+	$(BIN)/python benchmarks/core.py
+
+docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure made anew
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+figures: .venv/installed-demo  ## the picture of the README
+	$(BIN)/python docs/figures.py
+
+clean:
+	rm -rf .venv docs/_build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# One virtual environment; a stamp for each set of extras that has been installed into it.
+.venv/installed-demo: EXTRAS := cli,plots
+.venv/installed-test: EXTRAS := test
+.venv/installed-docs: EXTRAS := docs
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "neuromanifold needs Python 3.11 or later; name one with: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed-%: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@

@@ -1,0 +1,89 @@
+"""What every core space offers: the interface that estimators are written against."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import checks
+from neuromanifold.core.spectrum import Spectrum
+
+
+class Core(ABC):
+    """A batch of distributions p(y | z), evaluated at outputs z of shape [..., C], with its Fisher information M(z).
+
+    The pullback metric of a network is F(θ) = Σ_x Jᵀ M(z(x)) J with J = ∂z/∂θ, so all that depends on the likelihood is
+    here, in C dimensions, and none of it knows of a network.  All methods accept any leading shape, run on the device
+    of z, keep float32 and float64, and evaluate half precisions in float32.  They are differentiable in z wherever the
+    quantity is.
+    """
+
+    def __init__(self, outputs: Tensor) -> None:
+        self.batch_shape: torch.Size = outputs.shape[:-1]
+        self.dim: int = outputs.shape[-1]
+        self.dtype: torch.dtype = outputs.dtype
+        self.device: torch.device = outputs.device
+
+    def __repr__(self) -> str:
+        shape, dtype = list(self.batch_shape), str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}(batch_shape={shape}, dim={self.dim}, dtype={dtype}, device={self.device})"
+
+    @abstractmethod
+    def fisher(self) -> Tensor:
+        """The metric M = E[s sᵀ] with s the score, dense [..., C, C].  O(C²)."""
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """M v for v [..., C].  O(C)."""
+
+    @abstractmethod
+    def factor(self, xi: Tensor) -> Tensor:
+        """S ξ for ξ [..., C], where S Sᵀ = M: a cotangent with E[(Sξ)(Sξ)ᵀ] = M for white noise ξ.  O(C)."""
+
+    @abstractmethod
+    def factor_transpose(self, v: Tensor) -> Tensor:
+        """Sᵀ v for v [..., C].  O(C)."""
+
+    @abstractmethod
+    def factor_matrix(self) -> Tensor:
+        """S itself, dense [..., C, C].  O(C²)."""
+
+    @abstractmethod
+    def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
+        """Draw y ~ p(y | z) with a local generator, `shape` independent times for each member of the batch."""
+
+    @abstractmethod
+    def score(self, y: Tensor) -> Tensor:
+        """∂ log p(y | z) / ∂z, [..., C].  O(C)."""
+
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """tr M, [...].  O(C)."""
+
+    @abstractmethod
+    def spectrum(self, k: int) -> Spectrum:
+        """The k largest eigenvalues [..., k], descending, and their orthonormal eigenvectors [..., k, C]."""
+
+    @abstractmethod
+    def upper_envelope(self) -> Tensor:
+        """The least diagonal matrix above M in the Löwner order, as its diagonal ζ [..., C] (Lemma 2).  O(C)."""
+
+    def lower_envelope(self, rank: int = 1) -> Spectrum:
+        """The greatest matrix of the given rank below M (Lemma 2): Σ λ_i v_i v_iᵀ over the top `rank`.  O(rank·C).
+
+        It is unique when the eigenvalue number `rank` is larger than the next; among tied ones a choice is made.
+        """
+        return self.spectrum(self._rank(rank, "rank"))
+
+    def empirical_fisher(self, y: Tensor) -> Tensor:
+        """R(y) = s(y) s(y)ᵀ, [..., C, C]: unbiased for M if y is drawn from p(y | z), biased if y is given.  O(C²)."""
+        score = self.score(y)
+        return score[..., :, None] * score[..., None, :]
+
+    def _vector(self, v: Tensor, argument: str) -> Tensor:
+        return checks.same_last_dimension(v, argument, self.batch_shape, self.dim)
+
+    def _rank(self, k: int, argument: str = "k") -> int:
+        return checks.integer_in_range(k, argument, 1, self.dim, f"the dimension is {self.dim}")

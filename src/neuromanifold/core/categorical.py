@@ -1,0 +1,193 @@
+"""The statistical simplex Δ: one label out of C classes, p = softmax(z).  Section 2 of the paper."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import checks, empirical, envelopes, spectrum
+from neuromanifold.core.base import Core
+from neuromanifold.core.eigenvalue_bounds import EigenvalueBounds, EigenvalueBoundTerms, bound_terms
+from neuromanifold.core.empirical import EmpiricalError, ScoreVariance
+from neuromanifold.core.envelopes import EnvelopeErrors
+from neuromanifold.core.spectrum import Spectrum
+from neuromanifold.core.sums import sum_of_others
+
+
+class Categorical(Core):
+    """Categorical distributions at logits [..., C], with metric F = diag(p) - p pᵀ (Eq. 3 of the paper).
+
+    F is a graph Laplacian with weights p_i p_j: e spans its kernel and each row sums to zero.  Where a plain formula
+    would cancel, in the row of the most likely class, the methods below sum the other rows instead, so that results are
+    accurate relatively also for a saturated network with p = 1 - 1e-30.
+
+    A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN and +inf, which on a GPU
+    waits for the device.
+    """
+
+    def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
+        logits = checks.batch_of_vectors(logits, "logits", least=2, noun="classes")
+        if validate and logits.numel() and not bool(torch.isfinite(logits.amax(-1)).all()):
+            raise ValueError(_what_is_wrong(logits))
+        super().__init__(logits)
+        self.logits = logits
+        self.probs: Tensor = logits.softmax(-1)
+
+    @cached_property
+    def complement(self) -> Tensor:
+        """1 - p, accurate relatively also where p is nearly one: [..., C].  O(C)."""
+        return sum_of_others(self.probs)
+
+    def fisher(self) -> Tensor:
+        """F = diag(p) - p pᵀ, dense [..., C, C] (Eq. 3).  O(C²)."""
+        p = self.probs
+        return torch.diag_embed(p * self.complement) + _off_diagonal(-p[..., :, None] * p[..., None, :])
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """F v = p∘(v - pᵀv) for v [..., C].  O(C)."""
+        return self.probs * self._centred(self._vector(v, "v"))
+
+    def factor(self, xi: Tensor) -> Tensor:
+        """S ξ = √p∘ξ - p(√p·ξ) for ξ [..., C], where S = diag(√p) - p√pᵀ and S Sᵀ = F.  O(C).
+
+        It is the gradient in z of 2 Σ_y √p_y ξ_y, which appendix B of the paper proposes as an alternative: the same.
+        """
+        xi = self._vector(xi, "xi")
+        scaled = self.probs.sqrt() * xi
+        out = scaled - self.probs * scaled.sum(-1, keepdim=True)
+        likely = self.probs.argmax(-1, keepdim=True).expand(out.shape[:-1] + (1,))
+        out = out.scatter(-1, likely, 0.0)
+        return out.scatter(-1, likely, -out.sum(-1, keepdim=True))  # the entries sum to zero
+
+    def factor_transpose(self, v: Tensor) -> Tensor:
+        """Sᵀ v = √p∘(v - pᵀv) for v [..., C].  O(C)."""
+        return self.probs.sqrt() * self._centred(self._vector(v, "v"))
+
+    def factor_matrix(self) -> Tensor:
+        """S = diag(√p) - p√pᵀ, dense [..., C, C].  O(C²)."""
+        p, root = self.probs, self.probs.sqrt()
+        return torch.diag_embed(root * self.complement) + _off_diagonal(-p[..., :, None] * root[..., None, :])
+
+    def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
+        """Labels y ~ p(y | z) as int64 [*shape, ...].  O(C) each."""
+        count = torch.Size(shape).numel()
+        with torch.no_grad():
+            flat = self.probs.reshape(-1, self.dim)
+            if not flat.shape[0] or not count:
+                return torch.zeros(*shape, *self.batch_shape, dtype=torch.int64, device=self.device)
+            labels = torch.multinomial(flat, count, replacement=True, generator=generator)
+        return labels.mT.reshape(*shape, *self.batch_shape)
+
+    def score(self, y: Tensor) -> Tensor:
+        """e_y - p for labels y [...], as [..., C].  O(C)."""
+        y = self._labels(y)[..., None]
+        return (-self.probs).expand(y.shape[:-1] + (self.dim,)).scatter(-1, y, self._at(self.complement, y))
+
+    def rank_two_fisher(self, y: Tensor) -> Tensor:
+        """R'(y) = e_y e_yᵀ - p pᵀ, [..., C, C]: unbiased like R(y), and random on the diagonal alone.  O(C²)."""
+        y = self._labels(y)
+        return torch.diag_embed(torch.nn.functional.one_hot(y, self.dim).to(self.dtype)) - (
+            self.probs[..., :, None] * self.probs[..., None, :]
+        )
+
+    def trace(self) -> Tensor:
+        """tr F = 1 - ‖p‖² (Theorem 1), [...].  O(C)."""
+        return (self.probs * self.complement).sum(-1)
+
+    def null_vector(self) -> Tensor:
+        """v_1 = e/√C with λ_1 = 0 (Theorem 1): adding a constant to all logits changes nothing.  [..., C]."""
+        return torch.full_like(self.probs, self.dim**-0.5)
+
+    def spectrum(self, k: int) -> Spectrum:
+        """The top k eigenpairs (Theorem 1's λ_C, v_C and on), 1 <= k <= C, by the secular equation.  O(kC).
+
+        See `neuromanifold.core.spectrum` for how.  k = C adds the kernel (0, e/√C).  An eigenvalue is accurate
+        relatively, however small; an eigenvector is accurate in every digit that it has.
+        """
+        k = self._rank(k)
+        shape = self.batch_shape
+        inner = min(k, self.dim - 1)
+        values, vectors = spectrum.eigenpairs(self.probs.reshape(-1, self.dim), inner)
+        values, vectors = values.reshape(*shape, inner), vectors.reshape(*shape, inner, self.dim)
+        if k > inner:
+            values = torch.cat([values, torch.zeros_like(values[..., :1])], dim=-1)
+            vectors = torch.cat([vectors, self.null_vector()[..., None, :]], dim=-2)
+        return Spectrum(values, vectors)
+
+    def largest_eigenvalue(self) -> Tensor:
+        """λ_C of Theorem 1, exact, [...].  O(C)."""
+        return spectrum.eigenvalues(self.probs.reshape(-1, self.dim), 1).reshape(self.batch_shape)
+
+    def largest_eigenvalue_bounds(self) -> EigenvalueBounds:
+        """Theorem 1: (lower, upper) around λ_C, [...] each.  O(C)."""
+        return self.largest_eigenvalue_bound_terms().bounds()
+
+    def largest_eigenvalue_bound_terms(self) -> EigenvalueBoundTerms:
+        """Theorem 1: all three lower and all three upper bounds of λ_C by name, [...] each.  O(C)."""
+        return bound_terms(self.probs)
+
+    def upper_envelope(self) -> Tensor:
+        """Lemma 2: diag(p), the least diagonal matrix above F, as its diagonal p [..., C].  O(1)."""
+        return self.probs
+
+    def envelope_errors(self, rank: int = 1) -> EnvelopeErrors:
+        """Lemma 3 (corrected): errors of both envelopes in Frobenius norm, exact and bounded.  O(rank·C) and a sort."""
+        k = self._rank(rank, "rank")
+        errors = envelopes.envelope_errors(self.probs.reshape(-1, self.dim), k)
+        return EnvelopeErrors(*(error.reshape(self.batch_shape) for error in errors))
+
+    def empirical_error(self, y: Tensor) -> Tensor:
+        """‖R(y) - F‖ for given labels y, exact, [...].  O(C)."""
+        return empirical.empirical_error(self.probs, self._labels(y))
+
+    def empirical_error_bound(self) -> EmpiricalError:
+        """Lemma 4: the worst label, its exact ‖R(y) - F‖, and both lower bounds of it.  O(C)."""
+        return empirical.worst_label(self.probs, self.largest_eigenvalue())
+
+    def score_variance(self) -> ScoreVariance:
+        """The lemma of appendix A: Var(R_ij), its coefficient of variation, and Var(R'_ii).  O(C²)."""
+        return empirical.categorical_score_variance(self.probs)
+
+    def _centred(self, v: Tensor) -> Tensor:
+        """v - pᵀv, with v first shifted to 0 at the most likely class: F e = 0 allows it, and nothing cancels."""
+        likely = self.probs.argmax(-1, keepdim=True)
+        v = v - self._at(v, likely)
+        return v - (self.probs * v).sum(-1, keepdim=True)
+
+    @staticmethod
+    def _at(values: Tensor, index: Tensor) -> Tensor:
+        """values [..., C] at index [..., 1], the leading dimensions broadcast against each other."""
+        leading = torch.broadcast_shapes(values.shape[:-1], index.shape[:-1])
+        return values.expand(leading + values.shape[-1:]).gather(-1, index.expand(leading + (1,)))
+
+    def _labels(self, y: Tensor) -> Tensor:
+        """Check labels [...]: integers in 0..C-1 whose shape ends with the batch shape."""
+        if not isinstance(y, Tensor) or y.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            got = str(y.dtype) if isinstance(y, Tensor) else type(y).__name__
+            raise TypeError(checks.message("y", "an integer tensor of class labels", got))
+        if y.shape[y.ndim - len(self.batch_shape) :] != self.batch_shape:
+            expected = f"of shape {list(self.batch_shape)}, or with extra leading dimensions"
+            raise ValueError(checks.message("y", expected, f"shape {list(y.shape)}"))
+        y = y.to(device=self.device, dtype=torch.int64)
+        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.dim:
+            got = f"labels from {int(y.min())} to {int(y.max())}"
+            advice = "Drop ignored positions (such as -100) first."
+            raise ValueError(checks.message("y", f"between 0 and {self.dim - 1}", got, advice))
+        return y
+
+
+def _off_diagonal(matrix: Tensor) -> Tensor:
+    return matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def _what_is_wrong(logits: Tensor) -> str:
+    """Name the first bad row: NaN, +inf, or all classes impossible."""
+    bad = ~torch.isfinite(logits.amax(-1))
+    where = bad.nonzero()[0].tolist()
+    row = logits[tuple(where)]
+    got = "NaN" if bool(row.isnan().any()) else "+inf" if bool((row == torch.inf).any()) else "-inf for every class"
+    place = f"{got} at index {where}" if where else got
+    advice = f"{int(bad.sum())} of {bad.numel()} rows are affected; look for overflow in half precision or a bad input."
+    return checks.message("logits", "free of NaN and +inf, with a possible class in each row", place, advice)

@@ -1,0 +1,59 @@
+"""Checks of what a caller hands in.  Public methods check, private functions compute.
+
+Every message has the same four parts: which argument, what was expected, what came, what to do about it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def message(argument: str, expected: str, got: str, advice: str = "") -> str:
+    """One sentence for every error of the library."""
+    return f"`{argument}` must be {expected}, got {got}." + (f" {advice}" if advice else "")
+
+
+def float_tensor(value: object, argument: str) -> Tensor:
+    """A floating-point tensor; half precisions are promoted to float32, float32 and float64 are kept."""
+    if not isinstance(value, Tensor):
+        raise TypeError(message(argument, "a torch.Tensor", type(value).__name__, "Convert it with torch.as_tensor."))
+    if not value.is_floating_point():
+        advice = "Probabilities and labels are not logits; for integer data call .float() on purpose."
+        raise TypeError(message(argument, "a tensor of a real floating-point type", str(value.dtype), advice))
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def batch_of_vectors(value: object, argument: str, least: int, noun: str) -> Tensor:
+    """A floating-point tensor [..., C] with C >= least."""
+    tensor = float_tensor(value, argument)
+    if tensor.ndim == 0:
+        advice = f"The last dimension holds the {noun}."
+        raise ValueError(message(argument, f"of shape [..., C] with C >= {least}", "a 0-d tensor", advice))
+    if tensor.shape[-1] < least:
+        advice = "A single logit per sample is nm.Bernoulli." if least == 2 else ""
+        expected = f"of shape [..., C] with C >= {least} {noun} in the last dimension"
+        raise ValueError(message(argument, expected, f"shape {list(tensor.shape)}", advice))
+    return tensor
+
+
+def same_last_dimension(value: object, argument: str, batch_shape: torch.Size, dim: int) -> Tensor:
+    """A floating-point tensor [..., C] whose leading dimensions broadcast against the batch."""
+    tensor = float_tensor(value, argument)
+    expected = f"of shape [..., {dim}] with leading dimensions that broadcast against {list(batch_shape)}"
+    if tensor.ndim == 0 or tensor.shape[-1] != dim:
+        raise ValueError(message(argument, expected, f"shape {list(tensor.shape)}"))
+    try:
+        torch.broadcast_shapes(tensor.shape[:-1], batch_shape)
+    except RuntimeError:
+        raise ValueError(message(argument, expected, f"shape {list(tensor.shape)}")) from None
+    return tensor
+
+
+def integer_in_range(value: object, argument: str, least: int, most: int, why: str) -> int:
+    """An int in [least, most]; bool and float are refused."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message(argument, "an int", f"{value!r} ({type(value).__name__})"))
+    if not least <= value <= most:
+        raise ValueError(message(argument, f"between {least} and {most} ({why})", str(value)))
+    return value

@@ -1,0 +1,61 @@
+"""Regression: y ~ N(z, variance), the network predicts the mean."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import checks
+from neuromanifold.core.diagonal import DiagonalCore
+
+
+class Gaussian(DiagonalCore):
+    """Independent Gaussians with mean [..., D] (the network's output) and known variance; metric diag(1/variance).
+
+    With variance 1 the network's Fisher information is the Gauss-Newton matrix of half the squared error.
+    """
+
+    def __init__(self, mean: Tensor, variance: float | Tensor = 1.0, *, validate: bool = True) -> None:
+        mean = checks.batch_of_vectors(mean, "mean", least=1, noun="outputs")
+        if validate and not bool(torch.isfinite(mean).all()):
+            raise ValueError(checks.message("mean", "finite", "NaN or infinity"))
+        super().__init__(mean)
+        self.mean = mean
+        self.variance: Tensor = self._variance(variance, validate)
+
+    def _variance(self, variance: float | Tensor, validate: bool) -> Tensor:
+        """Check the variance and give it the shape of the mean."""
+        if isinstance(variance, Tensor):
+            variance = checks.float_tensor(variance, "variance").to(self.mean)
+        elif isinstance(variance, bool) or not isinstance(variance, (int, float)):
+            raise TypeError(checks.message("variance", "a positive number or a tensor", type(variance).__name__))
+        else:
+            variance = self.mean.new_tensor(float(variance))
+        if validate and variance.numel() and not bool(((variance > 0) & (variance < math.inf)).all()):
+            raise ValueError(checks.message("variance", "positive and finite", "a value that is not"))
+        try:
+            return variance.expand(self.mean.shape)
+        except RuntimeError:
+            expected = f"a number or a tensor that broadcasts to the mean's shape {list(self.mean.shape)}"
+            raise ValueError(checks.message("variance", expected, f"shape {list(variance.shape)}")) from None
+
+    @property
+    def diagonal(self) -> Tensor:
+        """ζ = 1/variance, [..., D].  O(D)."""
+        return 1 / self.variance
+
+    def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
+        """Targets y ~ N(mean, variance), [*shape, ..., D].  O(D) each."""
+        full = (*shape, *self.mean.shape)
+        with torch.no_grad():
+            noise = torch.randn(full, generator=generator, dtype=self.dtype, device=self.device)
+            return self.mean + self.variance.sqrt() * noise
+
+    def score(self, y: Tensor) -> Tensor:
+        """(y - mean)/variance for targets y, [..., D].  O(D)."""
+        return (self._vector(y, "y") - self.mean) / self.variance
+
+    def _variance_of_squared_score(self) -> Tensor:
+        return 2 * self.diagonal.square()

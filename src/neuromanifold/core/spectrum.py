@@ -1,0 +1,221 @@
+"""Top eigenpairs of diag(p) - p pᵀ by the secular equation.
+
+The matrix is diagonal plus rank one, so no matrix is ever iterated on.  Sort p in descending order: eigenvalue number j
+lies between its two *poles*, p_(j) >= λ >= p_(j+1) (Cauchy's interlacing), where it is the only root of
+
+    g(λ) = Σ_i p_i / (p_i - λ) = 0,                 with eigenvector  x_i = p_i / (p_i - λ).
+
+This is the textbook equation Σ p_i²/(p_i - λ) = 1 with Σ p_i = 1 subtracted from both sides.  Without the constant 1
+nothing cancels near a one-hot p, and g = 0 says at once that x is orthogonal to e, the kernel.  Three precautions make
+every eigenvalue accurate *relatively*, and the eigenvectors orthogonal without any orthogonalisation:
+
+* λ is kept as (nearer pole) + offset, so that p_i - λ = (p_i - pole) - offset never cancels;
+* differences are taken first and then divided by p_(j+1), so that nothing overflows or underflows on the way;
+* p_(j) = p_(j+1) is an eigenvalue as it stands, with an eigenvector inside the tied block, and λ = 0 if p_(j+1) = 0.
+
+The flow, for a block of samples and eigenvalues at once:
+
+    block = p with its largest entries sorted   the poles
+    roots = find_roots(block)                   λ = pole + offset, about five evaluations of g in O(C) each
+    x = _eigenvectors(block, roots)             normalised; ties and zeros in closed form
+
+Axis letters: n sample, k eigenpair, c class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# How many elements of [n, k, c] are worked on at once: on a CPU what its cache holds, on a GPU what keeps it busy.
+_BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
+_MAX_STEPS = 40  # convergence is quadratic: five steps are usual, six the most in millions of random problems
+
+
+class Spectrum(NamedTuple):
+    """Eigenpairs in descending order; unpacks as (values, vectors)."""
+
+    values: Tensor  # [..., k]
+    vectors: Tensor  # [..., k, C], orthonormal rows
+
+    def dense(self) -> Tensor:
+        """The matrix Σ_i λ_i v_i v_iᵀ of shape [..., C, C]."""
+        return torch.einsum("...k,...kc,...kd->...cd", self.values, self.vectors, self.vectors)
+
+
+class Roots(NamedTuple):
+    """Eigenvalues λ = pole + unit·offset.  `regular` is False where λ = p_(j+1) exactly (a tie, or a zero)."""
+
+    pole: Tensor  # [n, k]  the probability next to λ
+    offset: Tensor  # [n, k]  in units of
+    unit: Tensor  # [n, k]  p_(j+1), or 1 where not regular
+    regular: Tensor  # [n, k]
+
+    def values(self) -> Tensor:
+        return self.pole + self.unit * self.offset
+
+    def distances(self, p: Tensor) -> Tensor:
+        """(p_i - λ)/unit for p [n, c], as [n, k, c]; nothing cancels."""
+        return (p[:, None, :] - self.pole[..., None]) / self.unit[..., None] - self.offset[..., None]
+
+
+class Block(NamedTuple):
+    """Some eigenvalues of some samples, with what encloses them."""
+
+    p: Tensor  # [n, c]
+    top: Tensor  # [n, ≥ stop+1]  largest entries of p, descending
+    index: Tensor  # same shape: their classes
+    start: int  # eigenvalues number start, ..., stop-1
+    stop: int
+
+    @property
+    def high(self) -> Tensor:
+        return self.top[:, self.start : self.stop]  # [n, k]
+
+    @property
+    def low(self) -> Tensor:
+        return self.top[:, self.start + 1 : self.stop + 1]  # [n, k]
+
+
+def eigenpairs(p: Tensor, k: int) -> Spectrum:
+    """The k largest eigenpairs for probabilities p [n, c], 1 <= k <= c - 1.  O(kC) per sample."""
+    values, vectors = [], []
+    for block in blocks(p, k):
+        roots = find_roots(block)
+        values.append(roots.values().flatten())
+        vectors.append(_eigenvectors(block, roots).flatten(0, 1))
+    return Spectrum(torch.cat(values).view(-1, k), torch.cat(vectors).view(-1, k, p.shape[-1]))
+
+
+def eigenvalues(p: Tensor, k: int) -> Tensor:
+    """The k largest eigenvalues alone, [n, k].  O(kC) per sample."""
+    return torch.cat([find_roots(block).values().flatten() for block in blocks(p, k)]).view(-1, k)
+
+
+def blocks(p: Tensor, k: int) -> Iterator[Block]:
+    """Cut [n, k, c] into blocks of bounded size: whole samples, or parts of one sample where that is too large."""
+    p = torch.where(p < torch.finfo(p.dtype).tiny, 0.0, p)  # subnormal numbers have no relative accuracy left
+    top, index = p.detach().topk(k + 1, dim=-1)
+    room = max(1, _BLOCK_ELEMENTS.get(p.device.type, 2**22) // p.shape[-1])
+    samples, columns = max(1, room // k), min(k, room)
+    for n in range(0, max(1, p.shape[0]), samples):
+        some = slice(n, n + samples)
+        for start in range(0, k, columns):
+            yield Block(p[some], top[some], index[some], start, min(start + columns, k))
+
+
+def find_roots(block: Block) -> Roots:
+    """The roots of g, differentiable in p.
+
+    Where p needs a gradient, one step of Newton is taken on record: by the implicit function theorem its derivative is
+    that of the root.  At ties, where no derivative exists, λ moves with its pole.
+    """
+    pole, offset, unit, regular = _solve(block)
+    roots = Roots(block.p.gather(1, pole), offset, unit, regular)
+    if not (block.p.requires_grad and torch.is_grad_enabled()):
+        return roots
+    distances = torch.where(regular[..., None], roots.distances(block.p), 1.0)
+    terms = block.p[:, None, :] / unit[..., None] / distances
+    step = terms.sum(-1) / (terms / distances).detach().sum(-1)
+    return roots._replace(offset=offset - torch.where(regular, step, 0.0))
+
+
+@torch.no_grad()
+def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the root of g between each pair of poles by interpolation with two simple poles: (class of pole, ...).
+
+    With L the terms of g with poles below λ and H those above, the model at the next λ' is
+
+        L ≈ a + s/(low - λ'),    H ≈ b + t/(high - λ'),
+
+    matching value and slope of L and H at λ (Li 1993 calls it the middle way).  Its root solves a quadratic equation and
+    lies between the poles always; the first λ is the middle, whose sign of g also tells the nearer pole.  A root counts
+    as found when it no longer moves, or when g is down to the rounding of its own terms.
+    """
+    regular = (block.high > block.low) & (block.low > 0)
+    low = torch.where(regular, block.low, 1.0)  # the unit of every length below
+    high = torch.where(regular, block.high, 2.0)  # 1 and 2 stand in where there is nothing to solve
+    gap = (high - low) / low
+    upper = block.top[:, None, : block.stop]
+    weight = (upper / low[..., None]).tril(block.start)  # [n, k, ≤ stop]  the poles from `high` up
+    beyond = ((upper - high[..., None]) / low[..., None]).tril(block.start)  # how far they lie beyond `high`
+    p = block.p[:, None, :]
+    rounding = 8 * torch.finfo(p.dtype).eps
+
+    def terms_below(distance: Tensor, offset: Tensor, to_low: Tensor) -> tuple[Tensor, Tensor]:
+        """L·to_low and s = L'·to_low², by the two sums over classes that are all the cost."""
+        ratio = torch.addcmul((-offset / to_low)[..., None], distance, (1 / to_low)[..., None])  # (p_i - λ)/(λ - low)
+        terms = (p / ratio).clamp_(max=0.0)
+        return terms.sum(-1) / low, terms.div_(ratio).sum(-1) / low
+
+    rho = to_low = to_high = gap / 2  # rho: from λ to its nearer pole
+    below, s = terms_below((p - low[..., None]) / low[..., None], rho, to_low)
+    near_low = below / to_low + (weight / (beyond + to_high[..., None])).sum(-1) >= 0
+    pole = torch.where(near_low, low, high)
+    side = torch.where(near_low, 1.0, -1.0).to(p.dtype)
+    distance = (p - pole[..., None]) / low[..., None]  # [n, k, c]
+    for _ in range(_MAX_STEPS):
+        to_upper = beyond + to_high[..., None]
+        terms_above = weight / to_upper
+        g_below, g_above = below / to_low, terms_above.sum(-1)
+        g = g_below + g_above
+        t = to_high * (terms_above * (to_high[..., None] / to_upper)).sum(-1)
+
+        # With both distances in terms of rho: constant - near/rho + far/(gap - rho) = 0.
+        constant = side * (g + s / to_low - t / to_high)
+        near, far = torch.where(near_low, s, t), torch.where(near_low, t, s)
+        total = near / gap + far / gap + constant
+        root = torch.sqrt((constant + (far - near) / gap).square() + 4 * (near / gap) * (far / gap))
+        found = torch.where(total > 0, 2 * near / (total + root), gap * (root - total) / (-2 * constant))
+
+        moving = ((found - rho).abs() > rounding**0.7 * found) & (g.abs() > rounding * (g_above - g_below))
+        rho = found
+        if not bool((moving & regular).any()):
+            break
+        to_low, to_high = torch.where(near_low, rho, gap - rho), torch.where(near_low, gap - rho, rho)
+        below, s = terms_below(distance, side * rho, to_low)
+
+    high_class = block.index[:, block.start : block.stop]
+    low_class = block.index[:, block.start + 1 : block.stop + 1]
+    pole_class = torch.where(near_low | ~regular, low_class, high_class)
+    return pole_class, torch.where(regular, side * rho, 0.0), low, regular
+
+
+def _eigenvectors(block: Block, roots: Roots) -> Tensor:
+    """x_i = p_i/(p_i - λ), normalised; in closed form where λ is a tie or a zero."""
+    distances = torch.where(roots.regular[..., None], roots.distances(block.p), 1.0)
+    x = block.p[:, None, :] / roots.unit[..., None] / distances
+    vectors = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    if bool(roots.regular.all()):
+        return vectors
+    tied = (block.high == block.low)[..., None]
+    zero = ((block.low == 0) & (block.high > 0))[..., None]
+    return torch.where(tied, _tied_vectors(block), torch.where(zero, _zero_vectors(block), vectors))
+
+
+def _tied_vectors(block: Block) -> Tensor:
+    """For λ = p_(j) = p_(j+1): (1, ..., 1, -m, 0, ...)/√(m(m+1)) on the sorted tied block, m members before j+1.
+
+    They sum to zero on the block, hence F x = λ x, and are orthogonal to each other (Helmert) and to every vector that
+    is constant on the block, as all others are.
+    """
+    columns = torch.arange(block.stop + 1, device=block.p.device)
+    last = columns[block.start + 1 :, None]  # [k, 1]  where p_(j+1) stands
+    before = (block.top[:, None, : block.stop + 1] == block.low[..., None]) & (columns < last)
+    members = before.sum(-1, keepdim=True).to(block.p.dtype)  # [n, k, 1]
+    length = (members * (members + 1)).sqrt().clamp(min=1.0)
+    entries = torch.where(columns == last, -members, before.to(length.dtype)) / length
+    index = block.index[:, None, : block.stop + 1].expand_as(entries)
+    return block.p.new_zeros(entries.shape[:2] + block.p.shape[-1:]).scatter(-1, index, entries)
+
+
+def _zero_vectors(block: Block) -> Tensor:
+    """For λ = p_(j+1) = 0 < p_(j): constant on the classes with p = 0 and on the others, and orthogonal to e."""
+    zeros = block.p == 0
+    count = zeros.sum(-1, keepdim=True).to(block.p.dtype).clamp(min=1.0)  # [n, 1]
+    others = block.p.shape[-1] - count
+    vector = torch.where(zeros, -others / count, torch.ones_like(count)) / (others + others**2 / count).sqrt()
+    return vector[:, None, :]
