@@ -57,7 +57,7 @@ class Categorical(Core):
         xi = self._vector(xi, "xi")
         scaled = self.probs.sqrt() * xi
         out = scaled - self.probs * scaled.sum(-1, keepdim=True)
-        likely = self.probs.argmax(-1, keepdim=True).expand(out.shape[:-1] + (1,))
+        likely = self.probs.argmax(-1, keepdim=True).expand((*out.shape[:-1], 1))
         out = out.scatter(-1, likely, 0.0)
         return out.scatter(-1, likely, -out.sum(-1, keepdim=True))  # the entries sum to zero
 
@@ -83,7 +83,7 @@ class Categorical(Core):
     def score(self, y: Tensor) -> Tensor:
         """e_y - p for labels y [...], as [..., C].  O(C)."""
         y = self._labels(y)[..., None]
-        return (-self.probs).expand(y.shape[:-1] + (self.dim,)).scatter(-1, y, self._at(self.complement, y))
+        return (-self.probs).expand((*y.shape[:-1], self.dim)).scatter(-1, y, self._at(self.complement, y))
 
     def rank_two_fisher(self, y: Tensor) -> Tensor:
         """R'(y) = e_y e_yᵀ - p pᵀ, [..., C, C]: unbiased like R(y), and random on the diagonal alone.  O(C²)."""
@@ -159,8 +159,8 @@ class Categorical(Core):
     @staticmethod
     def _at(values: Tensor, index: Tensor) -> Tensor:
         """values [..., C] at index [..., 1], the leading dimensions broadcast against each other."""
-        leading = torch.broadcast_shapes(values.shape[:-1], index.shape[:-1])
-        return values.expand(leading + values.shape[-1:]).gather(-1, index.expand(leading + (1,)))
+        leading = checks.broadcast(values.shape[:-1], index.shape[:-1])
+        return values.expand(leading + values.shape[-1:]).gather(-1, index.expand((*leading, 1)))
 
     def _labels(self, y: Tensor) -> Tensor:
         """Check labels [...]: integers in 0..C-1 whose shape ends with the batch shape."""

@@ -44,7 +44,7 @@ def same_last_dimension(value: object, argument: str, batch_shape: torch.Size, d
     if tensor.ndim == 0 or tensor.shape[-1] != dim:
         raise ValueError(message(argument, expected, f"shape {list(tensor.shape)}"))
     try:
-        torch.broadcast_shapes(tensor.shape[:-1], batch_shape)
+        broadcast(tensor.shape[:-1], batch_shape)
     except RuntimeError:
         raise ValueError(message(argument, expected, f"shape {list(tensor.shape)}")) from None
     return tensor
@@ -57,3 +57,8 @@ def integer_in_range(value: object, argument: str, least: int, most: int, why: s
     if not least <= value <= most:
         raise ValueError(message(argument, f"between {least} and {most} ({why})", str(value)))
     return value
+
+
+def broadcast(*shapes: torch.Size) -> torch.Size:
+    """torch.broadcast_shapes, which has no type annotations."""
+    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ class EigenvalueBounds(NamedTuple):
 
     @property
     def gap(self) -> Tensor:
+        """upper - lower: how much is left open."""
         return self.upper - self.lower
 
 

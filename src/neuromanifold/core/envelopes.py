@@ -50,12 +50,13 @@ def tail_norm(p: Tensor, k: int) -> Tensor:
     of p that are left, so they belong to a matrix of the same kind, T = diag(p) - w wᵀ over the tail, whose w follows
     from the top eigenvalues alone (Löwner's formula).  With π_i = w_i²/p_i,
 
-        π_i = p_i Π_{j in top} (p_(j) - p_i)/(λ_j - p_i),    Σ_i π_i = 1,    T_ii = p_i (1 - π_i),   T_ij² = p_i π_i p_j π_j.
+        π_i = p_i Π_{j in top} (p_(j) - p_i)/(λ_j - p_i),    Σ_i π_i = 1,
+        T_ii = p_i (1 - π_i),    T_ij² = p_i π_i p_j π_j,    (Σ_{i <= C-k} λ_i²)^½ = ‖T‖.
     """
     products: list[Tensor] = []  # [n, c] each
     for block in blocks(p, k):
         roots = find_roots(block)
-        high = block.p.gather(1, block.index[:, block.start : block.stop])
+        high = block.p.gather(1, block.classes[:, block.start : block.stop])
         to_high = (high[..., None] - block.p[:, None, :]) / roots.unit[..., None]  # [n, k, c]
         to_root = -roots.distances(block.p)
         inside = to_root > 0  # elsewhere i belongs to the top, or is tied with λ_j

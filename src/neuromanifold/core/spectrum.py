@@ -55,6 +55,7 @@ class Roots(NamedTuple):
     regular: Tensor  # [n, k]
 
     def values(self) -> Tensor:
+        """λ [n, k]."""
         return self.pole + self.unit * self.offset
 
     def distances(self, p: Tensor) -> Tensor:
@@ -67,16 +68,18 @@ class Block(NamedTuple):
 
     p: Tensor  # [n, c]
     top: Tensor  # [n, ≥ stop+1]  largest entries of p, descending
-    index: Tensor  # same shape: their classes
+    classes: Tensor  # same shape: where they stand in p
     start: int  # eigenvalues number start, ..., stop-1
     stop: int
 
     @property
     def high(self) -> Tensor:
+        """The pole above each eigenvalue, p_(j)."""
         return self.top[:, self.start : self.stop]  # [n, k]
 
     @property
     def low(self) -> Tensor:
+        """The pole below each eigenvalue, p_(j+1)."""
         return self.top[:, self.start + 1 : self.stop + 1]  # [n, k]
 
 
@@ -98,13 +101,13 @@ def eigenvalues(p: Tensor, k: int) -> Tensor:
 def blocks(p: Tensor, k: int) -> Iterator[Block]:
     """Cut [n, k, c] into blocks of bounded size: whole samples, or parts of one sample where that is too large."""
     p = torch.where(p < torch.finfo(p.dtype).tiny, 0.0, p)  # subnormal numbers have no relative accuracy left
-    top, index = p.detach().topk(k + 1, dim=-1)
+    top, classes = p.detach().topk(k + 1, dim=-1)
     room = max(1, _BLOCK_ELEMENTS.get(p.device.type, 2**22) // p.shape[-1])
     samples, columns = max(1, room // k), min(k, room)
     for n in range(0, max(1, p.shape[0]), samples):
         some = slice(n, n + samples)
         for start in range(0, k, columns):
-            yield Block(p[some], top[some], index[some], start, min(start + columns, k))
+            yield Block(p[some], top[some], classes[some], start, min(start + columns, k))
 
 
 def find_roots(block: Block) -> Roots:
@@ -131,9 +134,9 @@ def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
         L ≈ a + s/(low - λ'),    H ≈ b + t/(high - λ'),
 
-    matching value and slope of L and H at λ (Li 1993 calls it the middle way).  Its root solves a quadratic equation and
-    lies between the poles always; the first λ is the middle, whose sign of g also tells the nearer pole.  A root counts
-    as found when it no longer moves, or when g is down to the rounding of its own terms.
+    matching value and slope of L and H at λ (Li 1993 calls it the middle way).  Its root solves a quadratic equation
+    and lies between the poles always; the first λ is the middle, whose sign of g also tells the nearer pole.  A root
+    counts as found when it no longer moves, or when g is down to the rounding of its own terms.
     """
     regular = (block.high > block.low) & (block.low > 0)
     low = torch.where(regular, block.low, 1.0)  # the unit of every length below
@@ -178,8 +181,8 @@ def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         to_low, to_high = torch.where(near_low, rho, gap - rho), torch.where(near_low, gap - rho, rho)
         below, s = terms_below(distance, side * rho, to_low)
 
-    high_class = block.index[:, block.start : block.stop]
-    low_class = block.index[:, block.start + 1 : block.stop + 1]
+    high_class = block.classes[:, block.start : block.stop]
+    low_class = block.classes[:, block.start + 1 : block.stop + 1]
     pole_class = torch.where(near_low | ~regular, low_class, high_class)
     return pole_class, torch.where(regular, side * rho, 0.0), low, regular
 
@@ -188,7 +191,7 @@ def _eigenvectors(block: Block, roots: Roots) -> Tensor:
     """x_i = p_i/(p_i - λ), normalised; in closed form where λ is a tie or a zero."""
     distances = torch.where(roots.regular[..., None], roots.distances(block.p), 1.0)
     x = block.p[:, None, :] / roots.unit[..., None] / distances
-    vectors = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    vectors: Tensor = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if bool(roots.regular.all()):
         return vectors
     tied = (block.high == block.low)[..., None]
@@ -208,7 +211,7 @@ def _tied_vectors(block: Block) -> Tensor:
     members = before.sum(-1, keepdim=True).to(block.p.dtype)  # [n, k, 1]
     length = (members * (members + 1)).sqrt().clamp(min=1.0)
     entries = torch.where(columns == last, -members, before.to(length.dtype)) / length
-    index = block.index[:, None, : block.stop + 1].expand_as(entries)
+    index = block.classes[:, None, : block.stop + 1].expand_as(entries)
     return block.p.new_zeros(entries.shape[:2] + block.p.shape[-1:]).scatter(-1, index, entries)
 
 

@@ -1,0 +1,5 @@
+"""`python -m neuromanifold`."""
+
+from neuromanifold.cli import main
+
+main()

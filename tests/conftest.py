@@ -1,0 +1,14 @@
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# Property tests are drawn anew in `make test-all` (HYPOTHESIS_PROFILE=explore) and repeatable in `make test`.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+torch.set_num_threads(2)

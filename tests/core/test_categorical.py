@@ -1,0 +1,178 @@
+"""Metric, factor, sampling and scores of the simplex."""
+
+import pytest
+import torch
+from mpmath import mpf
+
+import neuromanifold as nm
+from neuromanifold.reference.core import fisher_by_definition
+from tests.core import exact
+from tests.core.problems import PROBLEMS
+from tests.zscores import allowed_z_score, worst_z_score
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def core() -> nm.Categorical:
+    return nm.Categorical(0.7 * torch.randn(4, 3, 6, generator=generator(), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_fisher_is_the_expected_outer_product_of_scores(name: str) -> None:
+    z = PROBLEMS[name]
+    if torch.isinf(z).any():
+        z = z.clamp(min=-1e4)  # the reference differentiates log p, which is -inf for impossible classes
+    torch.testing.assert_close(nm.Categorical(z).fisher(), fisher_by_definition(z), rtol=1e-10, atol=1e-15)
+
+
+def test_products_equal_those_of_the_dense_matrices(core: nm.Categorical) -> None:
+    v = torch.randn(5, 4, 3, 6, generator=generator(1), dtype=torch.float64)
+    fisher, factor = core.fisher(), core.factor_matrix()
+    torch.testing.assert_close(factor @ factor.mT, fisher)
+    torch.testing.assert_close(core.matvec(v), torch.einsum("...ij,...j->...i", fisher, v))
+    torch.testing.assert_close(core.factor(v), torch.einsum("...ij,...j->...i", factor, v))
+    torch.testing.assert_close(core.factor_transpose(v), torch.einsum("...ji,...j->...i", factor, v))
+
+
+def test_vectors_broadcast_against_the_batch_both_ways(core: nm.Categorical) -> None:
+    v = torch.randn(6, generator=generator(1), dtype=torch.float64)
+    for product in ("matvec", "factor", "factor_transpose"):
+        one = getattr(core, product)(v)
+        assert one.shape == (4, 3, 6)
+        torch.testing.assert_close(one, getattr(core, product)(v.expand(4, 3, 6)))
+        single = nm.Categorical(core.logits[0, 0])
+        torch.testing.assert_close(getattr(single, product)(v.expand(7, 6))[3], one[0, 0])
+
+
+@pytest.mark.parametrize("saturation", [1e-3, 40.0, 300.0, 700.0])
+def test_products_are_accurate_relatively_for_saturated_predictions(saturation: float) -> None:
+    """1 - p of a certain class is as small as 1e-304; no result may have lost its digits to it."""
+    z = torch.tensor([saturation, 0.3, -0.2, 0.1], dtype=torch.float64)
+    core, p = nm.Categorical(z), exact.probabilities(z)
+    v = torch.tensor([1.0, -0.7, 0.4, 2.0], dtype=torch.float64)
+    exact_v, root = [mpf(x) for x in v.tolist()], [exact.mpmath.sqrt(q) for q in p]
+
+    def close(ours: torch.Tensor, theirs: list[mpf]) -> bool:
+        return all(abs(mpf(a) - b) <= 1e-12 * abs(b) for a, b in zip(ours.tolist(), theirs, strict=True))
+
+    others = [sum(q for j, q in enumerate(p) if j != i) for i in range(4)]
+    assert close(core.complement, others)
+    product = [p[i] * sum(p[j] * (exact_v[i] - exact_v[j]) for j in range(4)) for i in range(4)]
+    assert close(core.matvec(v), product)
+    assert close(core.factor_transpose(v), [y / r for y, r in zip(product, root, strict=True)])
+    factor = [
+        root[i] * exact_v[i] * others[i] - p[i] * sum(root[j] * exact_v[j] for j in range(4) if j != i)
+        for i in range(4)
+    ]
+    assert close(core.factor(v), factor)
+    assert close(core.score(torch.tensor(0)), [others[0], *(-q for q in p[1:])])
+    assert close(core.trace()[None], [sum(q * o for q, o in zip(p, others, strict=True))])
+
+
+def test_sqrt_form_is_the_same_cotangent(core: nm.Categorical) -> None:
+    """Appendix B: the gradient of 2 Σ √p ξ in the logits is S ξ, not merely similar to it."""
+    xi = torch.randn(core.logits.shape, generator=generator(1), dtype=torch.float64)
+    z = core.logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((2 * (0.5 * z.log_softmax(-1)).exp() * xi).sum(), z)
+    torch.testing.assert_close(gradient, core.factor(xi))
+
+
+def test_score_is_the_gradient_of_the_log_probability(core: nm.Categorical) -> None:
+    z = core.logits.clone().requires_grad_()
+    y = core.sample(generator())
+    (gradient,) = torch.autograd.grad(z.log_softmax(-1).gather(-1, y[..., None]).sum(), z)
+    torch.testing.assert_close(core.score(y), gradient)
+    torch.testing.assert_close(core.empirical_fisher(y), gradient[..., :, None] * gradient[..., None, :])
+
+
+# Random things.  False-alarm rate of each test below: 1e-6, by a union bound over its entries.
+
+
+def test_samples_have_the_right_frequencies(core: nm.Categorical) -> None:
+    y = core.sample(generator(), (20_000,))
+    assert y.shape == (20_000, 4, 3)
+    hits = torch.nn.functional.one_hot(y, 6).double()
+    assert worst_z_score(hits, core.probs) < allowed_z_score(core.probs.numel())
+    biased = nm.Categorical(1.1 * core.logits)  # the twin: logits off by ten per cent
+    twin = torch.nn.functional.one_hot(biased.sample(generator(), (20_000,)), 6).double()
+    assert worst_z_score(twin, core.probs) > allowed_z_score(core.probs.numel())
+
+
+@pytest.mark.parametrize("matrix", ["empirical_fisher", "rank_two_fisher"])
+def test_sampled_labels_give_unbiased_matrices(core: nm.Categorical, matrix: str) -> None:
+    y = core.sample(generator(), (20_000,))
+    limit = allowed_z_score(core.fisher().numel())
+    assert worst_z_score(getattr(core, matrix)(y), core.fisher()) < limit
+    fixed = core.probs.argmax(-1).expand_as(y)  # the twin: always the most likely label
+    mixed = torch.where(torch.rand(y.shape, generator=generator(1)) < 0.1, fixed, y)
+    assert worst_z_score(getattr(core, matrix)(mixed), core.fisher()) > limit
+
+
+def test_factor_of_white_noise_is_unbiased(core: nm.Categorical) -> None:
+    xi = torch.randn(20_000, 4, 3, 6, generator=generator(), dtype=torch.float64).sign()
+    u = core.factor(xi)
+    limit = allowed_z_score(core.fisher().numel())
+    assert worst_z_score(u[..., :, None] * u[..., None, :], core.fisher()) < limit
+    twin = u + 0.5 * core.probs  # not centred
+    assert worst_z_score(twin[..., :, None] * twin[..., None, :], core.fisher()) > limit
+
+
+def test_sampling_uses_the_given_generator_alone(core: nm.Categorical) -> None:
+    state = torch.random.get_rng_state()
+    first, second = core.sample(generator(3), (5,)), core.sample(generator(3), (5,))
+    assert torch.equal(first, second)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_impossible_classes_are_never_drawn() -> None:
+    core = nm.Categorical(torch.tensor([0.0, -torch.inf, 1.0]))
+    assert not (core.sample(generator(), (2000,)) == 1).any()
+
+
+def test_derivatives() -> None:
+    z = torch.randn(2, 4, generator=generator(), dtype=torch.float64).requires_grad_()
+    v = torch.randn(2, 4, generator=generator(1), dtype=torch.float64)
+    y = torch.tensor([3, 1])
+    for function in (
+        lambda x: nm.Categorical(x).fisher(),
+        lambda x: nm.Categorical(x).matvec(v),
+        lambda x: nm.Categorical(x).factor(v),
+        lambda x: nm.Categorical(x).factor_transpose(v),
+        lambda x: nm.Categorical(x).factor_matrix(),
+        lambda x: nm.Categorical(x).score(y),
+        lambda x: nm.Categorical(x).trace(),
+        lambda x: torch.stack(nm.Categorical(x).largest_eigenvalue_bounds()),
+        lambda x: nm.Categorical(x).empirical_error_bound().actual,
+        lambda x: nm.Categorical(x).score_variance().variance,
+    ):
+        assert torch.autograd.gradcheck(function, z)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5)])
+def test_an_empty_batch_is_fine(shape: tuple[int, ...]) -> None:
+    core = nm.Categorical(torch.zeros(shape))
+    assert core.fisher().shape == (*shape, 5)
+    assert core.matvec(torch.zeros(shape)).shape == shape
+    assert core.factor(torch.zeros(shape)).shape == shape
+    assert core.sample(generator(), (2,)).shape == (2, *shape[:-1])
+    assert core.score(core.sample(generator())).shape == shape
+    assert core.spectrum(5).vectors.shape == (*shape, 5)
+    assert core.envelope_errors(2).lower.shape == shape[:-1]
+    assert core.empirical_error_bound().actual.shape == shape[:-1]
+    assert core.largest_eigenvalue_bounds().lower.shape == shape[:-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    core = nm.Categorical(torch.randn(3, 5, generator=generator()).to(dtype))
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    assert core.fisher().dtype == core.matvec(core.probs).dtype == core.spectrum(2).vectors.dtype == expected
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # autocast must not reach into the geometry
+        assert torch.equal(nm.Categorical(core.logits).spectrum(2).vectors, core.spectrum(2).vectors)
+
+
+def test_repr(core: nm.Categorical) -> None:
+    assert repr(core) == "Categorical(batch_shape=[4, 3], dim=6, dtype=float64, device=cpu)"

@@ -1,0 +1,19 @@
+"""Tests of random things: z-scores with a stated false-alarm rate."""
+
+import math
+
+import torch
+
+
+def worst_z_score(samples: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest |mean - expected| in standard errors, over the entries of samples [n, ...]."""
+    n = samples.shape[0]
+    error = (samples.mean(0) - expected).abs()
+    spread = samples.std(0) / math.sqrt(n)
+    constant = spread < 1e-12 * (1 + expected.abs())  # entries without randomness must agree outright
+    return float(torch.where(constant, torch.where(error < 1e-9, 0.0, math.inf), error / spread).max())
+
+
+def allowed_z_score(entries: int, false_alarms: float = 1e-6) -> float:
+    """The |z| that the worst of so many normal entries exceeds with at most this probability (union bound)."""
+    return -math.sqrt(2) * float(torch.erfinv(torch.tensor(false_alarms / entries - 1, dtype=torch.float64)))
