@@ -32,6 +32,6 @@ def test_power_iteration_converges_given_time() -> None:
 def test_thirty_power_iterations_are_not_enough_near_uniform() -> None:
     """What the secular equation is for: errors of several per cent, against rounding."""
     core = nm.Categorical(0.1 * torch.randn(256, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    values = spectrum_by_power_iteration(core.probs, 1, generator=torch.Generator().manual_seed(0)).values
+    values = spectrum_by_power_iteration(core.probs, 1, generator=torch.Generator().manual_seed(1)).values
     error = (values / core.spectrum(1).values - 1).abs()
     assert error.max() > 0.05

@@ -34,9 +34,9 @@ def demo(
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
             raise
-        console.print("No picture: matplotlib is missing (pip install 'neuromanifold[plots]').")
+        console.print("No picture: matplotlib is missing (pip install 'neuromanifold[plots]').", markup=False)
         raise typer.Exit(1) from None
-    console.print(f"Picture: {picture}")
+    console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
 
 
 def _table() -> Table:

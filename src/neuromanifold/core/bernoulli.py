@@ -33,7 +33,7 @@ class Bernoulli(DiagonalCore):
         return self.probs * self.complement
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
-        """Labels y in {0, 1} as floats [*shape, ..., C].  O(C) each."""
+        """Labels y in {0, 1} as floats [..., C], `shape` in front of the batch.  O(C) each."""
         with torch.no_grad():
             probs = self.probs.expand(*shape, *self.batch_shape, self.dim)
             return torch.bernoulli(probs, generator=generator)

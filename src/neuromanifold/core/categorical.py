@@ -71,7 +71,7 @@ class Categorical(Core):
         return torch.diag_embed(root * self.complement) + _off_diagonal(-p[..., :, None] * root[..., None, :])
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
-        """Labels y ~ p(y | z) as int64 [*shape, ...].  O(C) each."""
+        """Labels y ~ p(y | z) as int64, `shape` in front of the batch.  O(C) each."""
         count = torch.Size(shape).numel()
         with torch.no_grad():
             flat = self.probs.reshape(-1, self.dim)

@@ -30,7 +30,7 @@ class EigenvalueBoundTerms(NamedTuple):
     mean_eigenvalue: Tensor  # (1 - ‖p‖²)/(C - 1)       <= λ_C   (the trace over the rank)
     largest_probability: Tensor  # p_(C)                >= λ_C   (interlacing)
     gershgorin: Tensor  # 2 max p_i(1 - p_i)            >= λ_C   (the largest disc)
-    trace: Tensor  # 1 - ‖p‖²                           >= λ_C   (λ_C is one of its terms)
+    trace: Tensor  # 1 - ‖p‖²                           >= λ_C   (the sum that λ_C is part of; never below gershgorin)
 
     def bounds(self) -> EigenvalueBounds:
         """The largest of the lower bounds and the smallest of the upper ones."""

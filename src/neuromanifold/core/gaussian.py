@@ -47,7 +47,7 @@ class Gaussian(DiagonalCore):
         return 1 / self.variance
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
-        """Targets y ~ N(mean, variance), [*shape, ..., D].  O(D) each."""
+        """Targets y ~ N(mean, variance) [..., D], `shape` in front of the batch.  O(D) each."""
         full = (*shape, *self.mean.shape)
         with torch.no_grad():
             noise = torch.randn(full, generator=generator, dtype=self.dtype, device=self.device)

@@ -1,0 +1,31 @@
+import os
+
+import neuromanifold
+
+project = "neuromanifold"
+author = "The neuromanifold authors"
+release = version = neuromanifold.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "matplotlib.sphinxext.plot_directive",
+]
+myst_enable_extensions = ["dollarmath", "amsmath"]
+exclude_patterns = ["_build", "figures.py"]
+
+html_theme = "furo"
+html_title = f"neuromanifold {version}"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+
+# Figures are made by running the code that stands beside them.
+plot_include_source = True
+plot_html_show_source_link = False
+plot_html_show_formats = False
+plot_formats = [("svg", 100)]
+plot_pre_code = ""
+os.environ.setdefault("MPLBACKEND", "Agg")
