@@ -19,12 +19,14 @@ RESULTS = Path(__file__).parent / "results"
 def interleaved_medians(
     functions: dict[str, Callable[[], object]], repeats: int, device: torch.device
 ) -> dict[str, float]:
-    """Median seconds of each function; they take turns, so that a noisy moment hits all of them."""
+    """Median seconds of each function; they take turns, so that a noisy moment hits all of them.
+
+    Each turn begins with a call that is not timed, so that no function pays for the caches and threads of the last one.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()  # warm up: allocator, autotuning, lazy initialisation
     for _ in range(repeats):
         for name, function in functions.items():
+            function()
             _wait(device)
             start = time.perf_counter()
             function()

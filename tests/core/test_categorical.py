@@ -1,5 +1,7 @@
 """Metric, factor, sampling and scores of the simplex."""
 
+import math
+
 import pytest
 import torch
 from mpmath import mpf
@@ -127,28 +129,19 @@ def test_sampling_uses_the_given_generator_alone(core: nm.Categorical) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def test_labels_may_have_extra_leading_dimensions(core: nm.Categorical) -> None:
+    y = core.sample(generator(), (2, 5))
+    for method in ("score", "empirical_fisher", "rank_two_fisher", "empirical_error"):
+        result = getattr(core, method)(y)
+        assert result.shape[:4] == (2, 5, 4, 3)
+        torch.testing.assert_close(result[1, 3], getattr(core, method)(y[1, 3]))
+    single = nm.Categorical(core.logits[0, 0])
+    assert single.empirical_error(y[:, :, 0, 0]).shape == (2, 5)
+
+
 def test_impossible_classes_are_never_drawn() -> None:
     core = nm.Categorical(torch.tensor([0.0, -torch.inf, 1.0]))
     assert not (core.sample(generator(), (2000,)) == 1).any()
-
-
-def test_derivatives() -> None:
-    z = torch.randn(2, 4, generator=generator(), dtype=torch.float64).requires_grad_()
-    v = torch.randn(2, 4, generator=generator(1), dtype=torch.float64)
-    y = torch.tensor([3, 1])
-    for function in (
-        lambda x: nm.Categorical(x).fisher(),
-        lambda x: nm.Categorical(x).matvec(v),
-        lambda x: nm.Categorical(x).factor(v),
-        lambda x: nm.Categorical(x).factor_transpose(v),
-        lambda x: nm.Categorical(x).factor_matrix(),
-        lambda x: nm.Categorical(x).score(y),
-        lambda x: nm.Categorical(x).trace(),
-        lambda x: torch.stack(nm.Categorical(x).largest_eigenvalue_bounds()),
-        lambda x: nm.Categorical(x).empirical_error_bound().actual,
-        lambda x: nm.Categorical(x).score_variance().variance,
-    ):
-        assert torch.autograd.gradcheck(function, z)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5)])
@@ -172,6 +165,20 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert core.fisher().dtype == core.matvec(core.probs).dtype == core.spectrum(2).vectors.dtype == expected
     with torch.autocast("cpu", dtype=torch.bfloat16):  # autocast must not reach into the geometry
         assert torch.equal(nm.Categorical(core.logits).spectrum(2).vectors, core.spectrum(2).vectors)
+        assert torch.equal(core.lower_envelope(2).dense(), core.spectrum(2).dense())
+        assert core.spectrum(2).dense().dtype == expected
+
+
+def test_float32_is_accurate_for_many_classes() -> None:
+    """A plain softmax in float32 loses 1e-4 of the mass here, and float32 sampling never draws one of the many."""
+    z = torch.zeros(150_000)
+    z[0] = math.log(150_000 * 0.996 / 0.004)
+    core, reference = nm.Categorical(z), nm.Categorical(z.double())
+    for method in ("trace", "largest_eigenvalue"):
+        torch.testing.assert_close(getattr(core, method)().double(), getattr(reference, method)(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(core.probs.double(), reference.probs, rtol=1e-6, atol=0)
+    hits = (core.sample(generator(), (1000,)) != 0).double()
+    assert worst_z_score(hits, 1 - reference.probs[0]) < allowed_z_score(1)
 
 
 def test_repr(core: nm.Categorical) -> None:

@@ -1,7 +1,5 @@
 """The secular solver against exact arithmetic, against eigh, and at the edges."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -148,24 +146,6 @@ def test_any_leading_shape() -> None:
     empty = nm.Categorical(z[:0]).spectrum(2)
     assert empty.values.shape == (0, 3, 4, 2)
     assert empty.vectors.shape == (0, 3, 4, 2, 6)
-
-
-def test_derivatives() -> None:
-    z = 2 * torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    z.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: nm.Categorical(x).spectrum(5).values, z)
-    assert torch.autograd.gradcheck(lambda x: nm.Categorical(x).spectrum(5).vectors, z)
-    assert torch.autograd.gradcheck(lambda x: nm.Categorical(x).envelope_errors(2).lower, z)
-
-
-@pytest.mark.parametrize("z", [[0.0, 0.0, 0.0], [5.0, 1.0, 1.0], [900.0, 0.0, 0.0], [1.0, -math.inf, 0.0]])
-def test_derivatives_of_eigenvalues_are_finite_at_ties_and_zeros(z: list[float]) -> None:
-    x = torch.tensor(z, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(nm.Categorical(x).spectrum(2).values.sum(), x)
-    assert torch.isfinite(gradient).all()
-    # The sum of all eigenvalues is the trace, whose derivative exists everywhere.
-    (expected,) = torch.autograd.grad(nm.Categorical(x).trace(), x)
-    torch.testing.assert_close(gradient.sum(), expected.sum(), rtol=0, atol=1e-14)
 
 
 def test_steps_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:

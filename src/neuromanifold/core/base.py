@@ -68,12 +68,13 @@ class Core(ABC):
 
     @abstractmethod
     def upper_envelope(self) -> Tensor:
-        """The least diagonal matrix above M in the Löwner order, as its diagonal ζ [..., C] (Lemma 2).  O(C)."""
+        """The diagonal ζ [..., C] of a matrix above M (Löwner order) with no other in between (Lemma 2).  O(C)."""
 
     def lower_envelope(self, rank: int = 1) -> Spectrum:
-        """The greatest matrix of the given rank below M (Lemma 2): Σ λ_i v_i v_iᵀ over the top `rank`.  O(rank·C).
+        """Σ λ_i v_i v_iᵀ over the top `rank`: below M, and no other of its rank in between (Lemma 2).  O(rank·C).
 
-        It is unique when the eigenvalue number `rank` is larger than the next; among tied ones a choice is made.
+        It is also the nearest matrix of its rank, in every unitarily invariant norm.  Where the eigenvalue number
+        `rank` is tied with the next, a choice is made.
         """
         return self.spectrum(self._rank(rank, "rank"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -16,13 +14,13 @@ class Bernoulli(DiagonalCore):
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
         logits = checks.batch_of_vectors(logits, "logits", least=1, noun="labels")
-        if validate and bool((logits.isnan() | (logits == torch.inf)).any()):
+        if validate and not logits.is_meta and bool((logits.isnan() | (logits == torch.inf)).any()):
             raise ValueError(checks.message("logits", "free of NaN and +inf", "NaN or +inf"))
         super().__init__(logits)
         self.logits = logits
         self.probs: Tensor = logits.sigmoid()
 
-    @cached_property
+    @property
     def complement(self) -> Tensor:
         """1 - p = σ(-z), accurate relatively.  O(C)."""
         return (-self.logits).sigmoid()
@@ -34,9 +32,9 @@ class Bernoulli(DiagonalCore):
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Labels y in {0, 1} as floats [..., C], `shape` in front of the batch.  O(C) each."""
-        with torch.no_grad():
-            probs = self.probs.expand(*shape, *self.batch_shape, self.dim)
-            return torch.bernoulli(probs, generator=generator)
+        full = (*checks.sample_shape(generator, shape), *self.batch_shape, self.dim)
+        with torch.no_grad():  # float64: uniform float32 numbers have no values below 2^-24 but zero
+            return torch.bernoulli(self.probs.double().expand(full), generator=generator).to(self.dtype)
 
     def score(self, y: Tensor) -> Tensor:
         """y - p for labels y in {0, 1} (or in between: soft labels), [..., C].  O(C)."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from neuromanifold.core.eigenvalue_bounds import EigenvalueBounds, EigenvalueBou
 from neuromanifold.core.empirical import EmpiricalError, ScoreVariance
 from neuromanifold.core.envelopes import EnvelopeErrors
 from neuromanifold.core.spectrum import Spectrum
-from neuromanifold.core.sums import sum_of_others
+from neuromanifold.core.sums import square_root, sum_of_others
 
 
 class Categorical(Core):
@@ -29,13 +27,14 @@ class Categorical(Core):
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
         logits = checks.batch_of_vectors(logits, "logits", least=2, noun="classes")
-        if validate and logits.numel() and not bool(torch.isfinite(logits.amax(-1)).all()):
+        if validate and logits.numel() and not logits.is_meta and not bool(torch.isfinite(logits.amax(-1)).all()):
             raise ValueError(_what_is_wrong(logits))
         super().__init__(logits)
         self.logits = logits
-        self.probs: Tensor = logits.softmax(-1)
+        probs = logits.softmax(-1)
+        self.probs: Tensor = probs / probs.sum(-1, keepdim=True)  # softmax in float32 is 1e-4 off for 150,000 classes
 
-    @cached_property
+    @property
     def complement(self) -> Tensor:
         """1 - p, accurate relatively also where p is nearly one: [..., C].  O(C)."""
         return sum_of_others(self.probs)
@@ -55,7 +54,7 @@ class Categorical(Core):
         It is the gradient in z of 2 Σ_y √p_y ξ_y, which appendix B of the paper proposes as an alternative: the same.
         """
         xi = self._vector(xi, "xi")
-        scaled = self.probs.sqrt() * xi
+        scaled = square_root(self.probs) * xi
         out = scaled - self.probs * scaled.sum(-1, keepdim=True)
         likely = self.probs.argmax(-1, keepdim=True).expand((*out.shape[:-1], 1))
         out = out.scatter(-1, likely, 0.0)
@@ -63,18 +62,18 @@ class Categorical(Core):
 
     def factor_transpose(self, v: Tensor) -> Tensor:
         """Sᵀ v = √p∘(v - pᵀv) for v [..., C].  O(C)."""
-        return self.probs.sqrt() * self._centred(self._vector(v, "v"))
+        return square_root(self.probs) * self._centred(self._vector(v, "v"))
 
     def factor_matrix(self) -> Tensor:
         """S = diag(√p) - p√pᵀ, dense [..., C, C].  O(C²)."""
-        p, root = self.probs, self.probs.sqrt()
+        p, root = self.probs, square_root(self.probs)
         return torch.diag_embed(root * self.complement) + _off_diagonal(-p[..., :, None] * root[..., None, :])
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Labels y ~ p(y | z) as int64, `shape` in front of the batch.  O(C) each."""
-        count = torch.Size(shape).numel()
+        count = checks.sample_shape(generator, shape).numel()
         with torch.no_grad():
-            flat = self.probs.reshape(-1, self.dim)
+            flat = self.probs.double().reshape(-1, self.dim)  # float32 would never draw the rarest of many classes
             if not flat.shape[0] or not count:
                 return torch.zeros(*shape, *self.batch_shape, dtype=torch.int64, device=self.device)
             labels = torch.multinomial(flat, count, replacement=True, generator=generator)
@@ -104,7 +103,8 @@ class Categorical(Core):
         """The top k eigenpairs (Theorem 1's λ_C, v_C and on), 1 <= k <= C, by the secular equation.  O(kC).
 
         See `neuromanifold.core.spectrum` for how.  k = C adds the kernel (0, e/√C).  An eigenvalue is accurate
-        relatively, however small; an eigenvector is accurate in every digit that it has.
+        relatively, however small, as long as it is a normal number; an eigenvector is accurate in each of its digits.
+        First and second derivatives are right wherever they exist.
         """
         k = self._rank(k)
         shape = self.batch_shape
@@ -129,7 +129,11 @@ class Categorical(Core):
         return bound_terms(self.probs)
 
     def upper_envelope(self) -> Tensor:
-        """Lemma 2: diag(p), the least diagonal matrix above F, as its diagonal p [..., C].  O(1)."""
+        """Lemma 2: diag(p) as its diagonal p [..., C]; no other diagonal matrix lies between F and it.  O(1).
+
+        Between means the Löwner order, and p must have no zeros.  Diagonal matrices above F that are neither larger nor
+        smaller than diag(p) do exist, such as λ_C I.
+        """
         return self.probs
 
     def envelope_errors(self, rank: int = 1) -> EnvelopeErrors:

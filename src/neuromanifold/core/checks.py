@@ -18,8 +18,10 @@ def float_tensor(value: object, argument: str) -> Tensor:
     """A floating-point tensor; half precisions are promoted to float32, float32 and float64 are kept."""
     if not isinstance(value, Tensor):
         raise TypeError(message(argument, "a torch.Tensor", type(value).__name__, "Convert it with torch.as_tensor."))
+    if value.layout != torch.strided:
+        raise TypeError(message(argument, "a dense tensor", str(value.layout), "Call .to_dense() on it."))
     if not value.is_floating_point():
-        advice = "Probabilities and labels are not logits; for integer data call .float() on purpose."
+        advice = "Labels are not logits; convert integers with .float() if they are meant."
         raise TypeError(message(argument, "a tensor of a real floating-point type", str(value.dtype), advice))
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
@@ -57,6 +59,19 @@ def integer_in_range(value: object, argument: str, least: int, most: int, why: s
     if not least <= value <= most:
         raise ValueError(message(argument, f"between {least} and {most} ({why})", str(value)))
     return value
+
+
+def sample_shape(generator: object, shape: object) -> torch.Size:
+    """The arguments of `sample`: a generator or None, and a tuple of sizes."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        advice = "Name the shape: sample(generator, shape=(5,))."
+        raise TypeError(message("generator", "a torch.Generator or None", type(generator).__name__, advice))
+    sizes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    if not isinstance(shape, (tuple, list)) or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
+        raise TypeError(message("shape", "a tuple of ints such as (5,)", repr(shape)))
+    if any(n < 0 for n in sizes):
+        raise ValueError(message("shape", "a tuple of sizes >= 0", repr(shape)))
+    return torch.Size(sizes)
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:

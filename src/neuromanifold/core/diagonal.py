@@ -11,6 +11,7 @@ from neuromanifold.core import empirical
 from neuromanifold.core.base import Core
 from neuromanifold.core.empirical import ScoreVariance
 from neuromanifold.core.spectrum import Spectrum
+from neuromanifold.core.sums import square_root
 
 
 class DiagonalCore(Core):
@@ -35,15 +36,15 @@ class DiagonalCore(Core):
 
     def factor(self, xi: Tensor) -> Tensor:
         """√ζ∘ξ for ξ [..., C].  O(C)."""
-        return self.diagonal.sqrt() * self._vector(xi, "xi")
+        return square_root(self.diagonal) * self._vector(xi, "xi")
 
     def factor_transpose(self, v: Tensor) -> Tensor:
         """√ζ∘v for v [..., C]: S is symmetric.  O(C)."""
-        return self.diagonal.sqrt() * self._vector(v, "v")
+        return square_root(self.diagonal) * self._vector(v, "v")
 
     def factor_matrix(self) -> Tensor:
         """S = diag(√ζ), dense [..., C, C].  O(C²)."""
-        return torch.diag_embed(self.diagonal.sqrt())
+        return torch.diag_embed(square_root(self.diagonal))
 
     def trace(self) -> Tensor:
         """Σ ζ_i, [...].  O(C)."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.core.sums import sum_of_others
+from neuromanifold.core.sums import divide, square_root, sum_of_others
 
 
 class EmpiricalError(NamedTuple):
@@ -28,21 +28,22 @@ class ScoreVariance(NamedTuple):
 
 
 def empirical_error(p: Tensor, y: Tensor) -> Tensor:
-    """‖R(y) - F‖ for p [..., C] and labels y [...], exact and without cancellation.  O(C).
+    """‖R(y) - F‖ for p [..., C] and labels y [...], exact, and accurate relatively for saturated predictions.  O(C).
 
     With q = p without its entry y, and d = 1 - 2 p_y, the matrix R(y) - F has the entries
 
         (1 - p_y) d at (y, y),    -q_i d at (i, y) and (y, i),    q_i (2 q_i - 1) at (i, i),    2 q_i q_j elsewhere.
     """
+    p = p.expand(y.shape + p.shape[-1:])
     y = y[..., None]
-    py, rest = p.gather(-1, y), sum_of_others(p).gather(-1, y)
-    q = p.expand(y.shape[:-1] + p.shape[-1:]).scatter(-1, y, 0.0)
-    squares = q.square()
-    d = (rest - py).square()[..., 0]
-    corner, border = d * rest.square()[..., 0], 2 * d * squares.sum(-1)
+    rest = sum_of_others(p).gather(-1, y)  # 1 - p_y, the unit of q
+    d = (rest - p.gather(-1, y)).square()[..., 0]
+    q = p.scatter(-1, y, 0.0)
+    squares = divide(q, rest).square()
+    corner_and_border = d * (1 + 2 * squares.sum(-1))
     diagonal = (squares * (2 * q - 1).square()).sum(-1)
-    inside = 4 * (squares * sum_of_others(squares)).sum(-1)
-    return (corner + border + diagonal + inside).sqrt()
+    inside = 4 * rest[..., 0].square() * (squares * sum_of_others(squares)).sum(-1)
+    return rest[..., 0] * square_root(corner_and_border + diagonal + inside)
 
 
 def worst_label(p: Tensor, largest_eigenvalue: Tensor) -> EmpiricalError:
@@ -66,20 +67,29 @@ def categorical_score_variance(p: Tensor) -> ScoreVariance:
     bound as p_i -> 0, which is why a Monte Carlo estimate can be relatively as bad as one likes.
     """
     others = sum_of_others(p)
-    diagonal = p * others
-    skew = (others - p).square()
+    skew = others - p
     a, b = p[..., :, None], p[..., None, :]
-    spread = (a * (1 - 2 * b) + b * (1 - 2 * a)).clamp(min=0.0)  # p_i + p_j - 4 p_i p_j
-    variance = _with_diagonal(a * b * spread, diagonal * skew)
-    cv = _with_diagonal((spread / (a * b)).sqrt(), (skew / diagonal).sqrt())
-    return ScoreVariance(variance, cv.nan_to_num(nan=torch.inf, posinf=torch.inf), diagonal)
+    rest = (others[..., :, None] - b).clamp(min=0.0)  # 1 - p_i - p_j
+    spread = _with_diagonal((a - b).square() + (a + b) * rest, torch.ones_like(p))  # p_i + p_j - 4 p_i p_j
+    deviation = square_root(spread)
+    root = square_root(p)
+    cv = _with_diagonal(
+        _or_infinite(_or_infinite(deviation, root[..., :, None]), root[..., None, :]),
+        _or_infinite(_or_infinite(skew.abs(), root), square_root(others)),
+    )
+    return ScoreVariance(_with_diagonal(a * b * spread, p * others * skew.square()), cv, p * others)
 
 
 def independent_score_variance(diagonal: Tensor, diagonal_variance: Tensor) -> ScoreVariance:
     """The same for scores with independent entries: Var(R_ij) = F_ii F_jj where i ≠ j, around F_ij = 0.  O(C²)."""
     variance = _with_diagonal(diagonal[..., :, None] * diagonal[..., None, :], diagonal_variance)
-    cv = _with_diagonal(torch.full_like(variance, torch.inf), diagonal_variance.sqrt() / diagonal)
-    return ScoreVariance(variance, cv.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    cv = _or_infinite(square_root(diagonal_variance), diagonal)
+    return ScoreVariance(variance, _with_diagonal(torch.full_like(variance, torch.inf), cv))
+
+
+def _or_infinite(x: Tensor, y: Tensor) -> Tensor:
+    """x/y, and infinity where y = 0."""
+    return torch.where(y > 0, divide(x, y), torch.inf)
 
 
 def _with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:

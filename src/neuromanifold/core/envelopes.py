@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.spectrum import blocks, find_roots
-from neuromanifold.core.sums import sum_of_others
+from neuromanifold.core.sums import euclidean_norm, norm_of_others, square_root, sum_of_others
+from neuromanifold.core.ties import average_derivatives_over_ties, is_differentiated
 
 
 class EnvelopeErrors(NamedTuple):
@@ -18,7 +19,7 @@ class EnvelopeErrors(NamedTuple):
     upper_floor: Tensor  # 1/C <= upper
     lower: Tensor  # (Σ_{i <= C-k} λ_i²)^½, exact
     lower_bound: Tensor  # min of the two below
-    trace_bound: Tensor  # 1 - ‖p‖² - p_(C-1) - ... - p_(C-k)   >= lower
+    trace_bound: Tensor  # 1 - ‖p‖² - p_(C-1) - ... - p_(C-k)   >= lower (to rounding, as the next)
     trimmed_bound: Tensor  # (Σ_{i=2}^{C-k} p_(i)²)^½           >= lower
 
 
@@ -27,20 +28,19 @@ def envelope_errors(p: Tensor, k: int) -> EnvelopeErrors:
 
     The paper prints 1 - ‖p‖ - p_(C-1) for the trace bound at k = 1; its proof gives 1 - ‖p‖² - p_(C-1), which is what
     this computes (the printed form is negative at p = (½, ½), where the error is 0).  For rank k the same proof gives
-    the sums above, since λ_i >= p_(i-1).  O(kC) for the exact error; its bounds cost a sort of the top k + 1.
+    the sums above, since λ_i >= p_(i-1).  O(kC) for the exact error, and a sort of p for its bounds.
     """
     classes = p.shape[-1]
+    k = min(k, classes - 1)  # λ_1 = 0: rank C adds nothing
     upper = p.square().sum(-1)
     floor = torch.full_like(upper, 1 / classes)
-    if k >= classes - 1:  # nothing is left out but λ_1 = 0
-        nothing = torch.zeros_like(upper)
-        return EnvelopeErrors(upper, floor, nothing, nothing, nothing, nothing)
     sorted_p = p.sort(dim=-1, descending=True).values
     first, next_k, rest = sorted_p[:, :1], sorted_p[:, 1 : k + 1], sorted_p[:, k + 1 :]
     trace_bound = (next_k * (first - next_k)).sum(-1) + (rest * (first + (1 - rest))).sum(-1)  # nothing cancels
-    trimmed_bound = sorted_p[:, k:-1].square().sum(-1).sqrt()
+    trimmed_bound = euclidean_norm(sorted_p[:, k:-1])
     lower_bound = torch.minimum(trace_bound, trimmed_bound)
-    return EnvelopeErrors(upper, floor, tail_norm(p, k), lower_bound, trace_bound, trimmed_bound)
+    lower = tail_norm(p, k) if k < classes - 1 else 0 * upper
+    return EnvelopeErrors(upper, floor, lower, lower_bound, trace_bound, trimmed_bound)
 
 
 def tail_norm(p: Tensor, k: int) -> Tensor:
@@ -51,8 +51,10 @@ def tail_norm(p: Tensor, k: int) -> Tensor:
     from the top eigenvalues alone (Löwner's formula).  With π_i = w_i²/p_i,
 
         π_i = p_i Π_{j in top} (p_(j) - p_i)/(λ_j - p_i),    Σ_i π_i = 1,
-        T_ii = p_i (1 - π_i),    T_ij² = p_i π_i p_j π_j,    (Σ_{i <= C-k} λ_i²)^½ = ‖T‖.
+        T_ii = p_i (1 - π_i),    T_ij = -√(p_i π_i p_j π_j),    (Σ_{i <= C-k} λ_i²)^½ = ‖T‖.
     """
+    if is_differentiated(p):
+        p = average_derivatives_over_ties(p)
     products: list[Tensor] = []  # [n, c] each
     for block in blocks(p, k):
         roots = find_roots(block)
@@ -69,8 +71,9 @@ def tail_norm(p: Tensor, k: int) -> Tensor:
     top = p.topk(k, dim=-1)
     tail = torch.ones_like(p).scatter(-1, top.indices, 0.0)
     share = tail * p * torch.cat(products) * _share_of_cut_tie(p, top.values)
-    left, weight = tail * p * sum_of_others(share), p * share
-    return (left.square().sum(-1) + (weight * sum_of_others(weight)).sum(-1)).sqrt()
+    diagonal = tail * p * sum_of_others(share)
+    root = square_root(p) * square_root(share)  # T_ij = -root_i root_j
+    return euclidean_norm(torch.cat([diagonal, root * norm_of_others(root)], dim=-1))
 
 
 def _share_of_cut_tie(p: Tensor, top: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Gaussian(DiagonalCore):
 
     def __init__(self, mean: Tensor, variance: float | Tensor = 1.0, *, validate: bool = True) -> None:
         mean = checks.batch_of_vectors(mean, "mean", least=1, noun="outputs")
-        if validate and not bool(torch.isfinite(mean).all()):
+        if validate and not mean.is_meta and not bool(torch.isfinite(mean).all()):
             raise ValueError(checks.message("mean", "finite", "NaN or infinity"))
         super().__init__(mean)
         self.mean = mean
@@ -33,8 +33,10 @@ class Gaussian(DiagonalCore):
             raise TypeError(checks.message("variance", "a positive number or a tensor", type(variance).__name__))
         else:
             variance = self.mean.new_tensor(float(variance))
-        if validate and variance.numel() and not bool(((variance > 0) & (variance < math.inf)).all()):
-            raise ValueError(checks.message("variance", "positive and finite", "a value that is not"))
+        tiny = torch.finfo(self.dtype).tiny  # the inverse of anything smaller overflows
+        usable = validate and variance.numel() and not variance.is_meta
+        if usable and not bool(((variance >= tiny) & (variance < math.inf)).all()):
+            raise ValueError(checks.message("variance", f"positive (>= {tiny:.0e}) and finite", "a value that is not"))
         try:
             return variance.expand(self.mean.shape)
         except RuntimeError:
@@ -48,7 +50,7 @@ class Gaussian(DiagonalCore):
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Targets y ~ N(mean, variance) [..., D], `shape` in front of the batch.  O(D) each."""
-        full = (*shape, *self.mean.shape)
+        full = (*checks.sample_shape(generator, shape), *self.mean.shape)
         with torch.no_grad():
             noise = torch.randn(full, generator=generator, dtype=self.dtype, device=self.device)
             return self.mean + self.variance.sqrt() * noise

@@ -24,15 +24,18 @@ Axis letters: n sample, k eigenpair, c class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from neuromanifold.core.ties import average_derivatives_over_ties, is_differentiated
+
 # How many elements of [n, k, c] are worked on at once: on a CPU what its cache holds, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
-_MAX_STEPS = 40  # convergence is quadratic: five steps are usual, six the most in millions of random problems
+_MAX_STEPS = 40  # convergence is quadratic: four or five steps are usual, six the most that was ever seen
 
 
 class Spectrum(NamedTuple):
@@ -43,7 +46,8 @@ class Spectrum(NamedTuple):
 
     def dense(self) -> Tensor:
         """The matrix Σ_i λ_i v_i v_iᵀ of shape [..., C, C]."""
-        return torch.einsum("...k,...kc,...kd->...cd", self.values, self.vectors, self.vectors)
+        with torch.autocast(self.values.device.type, enabled=False):
+            return self.vectors.mT @ (self.values[..., None] * self.vectors)
 
 
 class Roots(NamedTuple):
@@ -85,6 +89,8 @@ class Block(NamedTuple):
 
 def eigenpairs(p: Tensor, k: int) -> Spectrum:
     """The k largest eigenpairs for probabilities p [n, c], 1 <= k <= c - 1.  O(kC) per sample."""
+    if p.shape[-1] == 2:
+        return Spectrum(p.prod(-1, keepdim=True) * 2, _vector_of_two_classes(p))
     values, vectors = [], []
     for block in blocks(p, k):
         roots = find_roots(block)
@@ -95,12 +101,22 @@ def eigenpairs(p: Tensor, k: int) -> Spectrum:
 
 def eigenvalues(p: Tensor, k: int) -> Tensor:
     """The k largest eigenvalues alone, [n, k].  O(kC) per sample."""
+    if p.shape[-1] == 2:
+        return p.prod(-1, keepdim=True) * 2
     return torch.cat([find_roots(block).values().flatten() for block in blocks(p, k)]).view(-1, k)
+
+
+def _vector_of_two_classes(p: Tensor) -> Tensor:
+    """(1, -1)/√2, positive at the more likely class: [n, 1, 2]."""
+    sign = torch.where(p[:, :1] >= p[:, 1:], 1.0, -1.0).to(p.dtype)
+    return torch.stack([sign, -sign], dim=-1) * math.sqrt(0.5)
 
 
 def blocks(p: Tensor, k: int) -> Iterator[Block]:
     """Cut [n, k, c] into blocks of bounded size: whole samples, or parts of one sample where that is too large."""
     p = torch.where(p < torch.finfo(p.dtype).tiny, 0.0, p)  # subnormal numbers have no relative accuracy left
+    if is_differentiated(p):
+        p = average_derivatives_over_ties(p)
     top, classes = p.detach().topk(k + 1, dim=-1)
     room = max(1, _BLOCK_ELEMENTS.get(p.device.type, 2**22) // p.shape[-1])
     samples, columns = max(1, room // k), min(k, room)
@@ -113,78 +129,69 @@ def blocks(p: Tensor, k: int) -> Iterator[Block]:
 def find_roots(block: Block) -> Roots:
     """The roots of g, differentiable in p.
 
-    Where p needs a gradient, one step of Newton is taken on record: by the implicit function theorem its derivative is
-    that of the root.  At ties, where no derivative exists, λ moves with its pole.
+    Where a derivative is asked for, two steps of Newton are taken on record.  They do not move the root, but they carry
+    its derivatives: those of first order are right after one step, those of second order after two.  (m tied entries
+    make m - 1 eigenvalues, which move with the mean of the tie; only their sum has a derivative if m > 2.)
     """
     pole, offset, unit, regular = _solve(block)
     roots = Roots(block.p.gather(1, pole), offset, unit, regular)
-    if not (block.p.requires_grad and torch.is_grad_enabled()):
-        return roots
-    distances = torch.where(regular[..., None], roots.distances(block.p), 1.0)
-    terms = block.p[:, None, :] / unit[..., None] / distances
-    step = terms.sum(-1) / (terms / distances).detach().sum(-1)
-    return roots._replace(offset=offset - torch.where(regular, step, 0.0))
+    for _ in range(2 if is_differentiated(block.p) else 0):
+        distances = torch.where(regular[..., None], roots.distances(block.p), 1.0)
+        terms = block.p[:, None, :] / unit[..., None] / distances
+        step = terms.sum(-1) / (terms / distances).sum(-1)
+        roots = roots._replace(offset=roots.offset - torch.where(regular, step, 0.0))
+    return roots
 
 
 @torch.no_grad()
 def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the root of g between each pair of poles by interpolation with two simple poles: (class of pole, ...).
+    """Find the root of g between each pair of poles: (class of the nearer pole, offset, unit, regular), [n, k] each.
 
-    With L the terms of g with poles below λ and H those above, the model at the next λ' is
+    With x = λ - low and y = high - λ, split g = H - L into the terms with poles above and below λ, and model both by
+    their nearest pole and a constant that match value and slope (Li 1993 calls it the middle way):
 
-        L ≈ a + s/(low - λ'),    H ≈ b + t/(high - λ'),
+        L ≈ a + s/x,    H ≈ b + t/y,    s = -x² L'(x),   t = -y² H'(y).
 
-    matching value and slope of L and H at λ (Li 1993 calls it the middle way).  Its root solves a quadratic equation
-    and lies between the poles always; the first λ is the middle, whose sign of g also tells the nearer pole.  A root
-    counts as found when it no longer moves, or when g is down to the rounding of its own terms.
+    Written in W = gap·x/y, the root of the model is the positive one of (t/gap²) W² + (c + t/gap - s/gap) W - s = 0
+    with c = b - a.  So no step ever leaves the interval, W gives both x and y to full relative accuracy, and neither L
+    nor H contains a difference that could cancel.  Convergence is quadratic, from the middle of the interval.
     """
     regular = (block.high > block.low) & (block.low > 0)
     low = torch.where(regular, block.low, 1.0)  # the unit of every length below
     high = torch.where(regular, block.high, 2.0)  # 1 and 2 stand in where there is nothing to solve
     gap = (high - low) / low
     upper = block.top[:, None, : block.stop]
-    weight = (upper / low[..., None]).tril(block.start)  # [n, k, ≤ stop]  the poles from `high` up
+    weight = (upper / low[..., None]).tril(block.start)  # [n, k, <= stop]  the poles from `high` up
     beyond = ((upper - high[..., None]) / low[..., None]).tril(block.start)  # how far they lie beyond `high`
-    p = block.p[:, None, :]
-    rounding = 8 * torch.finfo(p.dtype).eps
+    p = block.p.detach()[:, None, :]
+    beneath = (low[..., None] - p).div_(low[..., None])  # [n, k, c]  how far the others lie beneath `low`
+    beneath.masked_fill_(beneath < 0, torch.inf)
+    one, tolerance = torch.ones_like(low)[..., None], math.sqrt(8 * torch.finfo(p.dtype).eps)
 
-    def terms_below(distance: Tensor, offset: Tensor, to_low: Tensor) -> tuple[Tensor, Tensor]:
-        """L·to_low and s = L'·to_low², by the two sums over classes that are all the cost."""
-        ratio = torch.addcmul((-offset / to_low)[..., None], distance, (1 / to_low)[..., None])  # (p_i - λ)/(λ - low)
-        terms = (p / ratio).clamp_(max=0.0)
-        return terms.sum(-1) / low, terms.div_(ratio).sum(-1) / low
-
-    rho = to_low = to_high = gap / 2  # rho: from λ to its nearer pole
-    below, s = terms_below((p - low[..., None]) / low[..., None], rho, to_low)
-    near_low = below / to_low + (weight / (beyond + to_high[..., None])).sum(-1) >= 0
-    pole = torch.where(near_low, low, high)
-    side = torch.where(near_low, 1.0, -1.0).to(p.dtype)
-    distance = (p - pole[..., None]) / low[..., None]  # [n, k, c]
+    W = gap
     for _ in range(_MAX_STEPS):
-        to_upper = beyond + to_high[..., None]
-        terms_above = weight / to_upper
-        g_below, g_above = below / to_low, terms_above.sum(-1)
-        g = g_below + g_above
-        t = to_high * (terms_above * (to_high[..., None] / to_upper)).sum(-1)
+        v = 1 + W / gap
+        x, y = W / v, gap / v
+        ratio = torch.addcmul(one, beneath, (1 / x)[..., None])  # (λ - p_i)/x
+        terms = p / ratio
+        xL, s = terms.sum(-1) / low, terms.div_(ratio).sum(-1) / low
+        ratio = y[..., None] / (beyond + y[..., None])
+        terms = weight * ratio
+        yH, t = terms.sum(-1), terms.mul_(ratio).sum(-1)
 
-        # With both distances in terms of rho: constant - near/rho + far/(gap - rho) = 0.
-        constant = side * (g + s / to_low - t / to_high)
-        near, far = torch.where(near_low, s, t), torch.where(near_low, t, s)
-        total = near / gap + far / gap + constant
-        root = torch.sqrt((constant + (far - near) / gap).square() + 4 * (near / gap) * (far / gap))
-        found = torch.where(total > 0, 2 * near / (total + root), gap * (root - total) / (-2 * constant))
-
-        moving = ((found - rho).abs() > rounding**0.7 * found) & (g.abs() > rounding * (g_above - g_below))
-        rho = found
-        if not bool((moving & regular).any()):
+        t_gap = t / gap
+        linear = (yH - t) / y - (xL - s) / x + t_gap - s / gap
+        root = linear.abs() + torch.sqrt(linear.square() + (4 / gap) * s * t_gap)
+        previous, W = W, torch.where(linear > 0, 2 * s / root, root / (2 * t_gap) * gap)
+        if not bool((((W - previous).abs() > tolerance * W) & regular).any()):
             break
-        to_low, to_high = torch.where(near_low, rho, gap - rho), torch.where(near_low, gap - rho, rho)
-        below, s = terms_below(distance, side * rho, to_low)
 
+    v = 1 + W / gap
+    near_low = (gap >= W) | ~regular
     high_class = block.classes[:, block.start : block.stop]
     low_class = block.classes[:, block.start + 1 : block.stop + 1]
-    pole_class = torch.where(near_low | ~regular, low_class, high_class)
-    return pole_class, torch.where(regular, side * rho, 0.0), low, regular
+    offset = torch.where(near_low, W / v, -gap / v)
+    return torch.where(near_low, low_class, high_class), torch.where(regular, offset, 0.0), low, regular
 
 
 def _eigenvectors(block: Block, roots: Roots) -> Tensor:

@@ -1,7 +1,8 @@
-"""One sum that must not cancel."""
+"""Sums and roots that keep their digits, and whose derivatives exist at zero."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,31 @@ def sum_of_others(x: Tensor) -> Tensor:
     largest = x.argmax(-1, keepdim=True)
     rest = x.scatter(-1, largest, 0.0).sum(-1, keepdim=True)
     return (x.sum(-1, keepdim=True) - x).scatter(-1, largest, rest)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """√x for x >= 0, with the derivative 0 where x = 0 instead of infinity, which times 0 would be NaN."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
+
+
+def divide(x: Tensor, y: Tensor) -> Tensor:
+    """x/y, and 0 with derivative 0 where y = 0."""
+    nonzero = y != 0
+    return torch.where(nonzero, x / torch.where(nonzero, y, 1.0), 0.0)
+
+
+def euclidean_norm(x: Tensor) -> Tensor:
+    """‖x‖ over the last dimension, for entries of any size: 1e-200 has no square in float64."""
+    if not x.shape[-1]:
+        return x.sum(-1)
+    scale = x.detach().abs().amax(-1, keepdim=True)
+    return scale[..., 0] * square_root(divide(x, scale).square().sum(-1))
+
+
+def norm_of_others(x: Tensor) -> Tensor:
+    """(Σ_{j≠i} x_j²)^½ for x >= 0 [..., C], each accurate relatively.  O(C)."""
+    largest = x.argmax(-1, keepdim=True)
+    rest = euclidean_norm(x.scatter(-1, largest, 0.0))[..., None]
+    whole = euclidean_norm(x)[..., None]
+    return (whole * square_root((1 - divide(x, whole).square()).clamp(min=0.0))).scatter(-1, largest, rest)
