@@ -10,8 +10,8 @@ demo: .venv/installed-demo  ## the core space of a classifier: a table, and a pi
 test: check  ## style, types, tests: what CI runs
 	$(BIN)/pytest -m "not slow"
 
-test-all: check docs  ## also the slow tests, and the docs
-	$(BIN)/pytest
+test-all: check docs  ## also the slow tests, property tests drawn anew, and the docs
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest
 
 check: .venv/installed-test
 	$(BIN)/ruff format --check .
