@@ -1,16 +1,52 @@
 """The metric tensor of a neural network, its Fisher information, with known accuracy."""
 
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian, Spectrum
+from neuromanifold.estimators import (
+    Empirical,
+    Estimator,
+    Exact,
+    Full,
+    Hutchinson,
+    Lower,
+    MonteCarlo,
+    SquaredBatchGradient,
+    Upper,
+)
+from neuromanifold.results import Comparison, DiagonalFisher, FileError, TraceEstimate, load
+from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
+from neuromanifold.run.loop import SlowPathWarning
+from neuromanifold.run.running import RunningFisher
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (grouped by stage)
     # core space
     "Bernoulli",
     "Categorical",
     "Core",
     "Gaussian",
     "Spectrum",
+    # estimators
+    "Empirical",
+    "Estimator",
+    "Exact",
+    "Full",
+    "Hutchinson",
+    "Lower",
+    "MonteCarlo",
+    "SquaredBatchGradient",
+    "Upper",
+    # the network's metric tensor
+    "RunningFisher",
+    "SlowPathWarning",
+    "fisher_diagonal",
+    "fisher_trace",
+    # results
+    "Comparison",
+    "DiagonalFisher",
+    "FileError",
+    "TraceEstimate",
+    "load",
     # version
     "__version__",
 ]

@@ -39,6 +39,14 @@ def test_products_equal_those_of_the_dense_matrices(core: nm.Categorical) -> Non
     torch.testing.assert_close(core.factor_transpose(v), torch.einsum("...ji,...j->...i", factor, v))
 
 
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_columns_are_a_factor_of_least_rank(name: str) -> None:
+    core = nm.Categorical(PROBLEMS[name])
+    columns = torch.stack([core.column(i) for i in range(core.rank)], dim=-1)
+    assert columns.shape[-1] == core.dim - 1
+    torch.testing.assert_close(columns @ columns.mT, core.fisher(), rtol=1e-12, atol=1e-15)
+
+
 def test_vectors_broadcast_against_the_batch_both_ways(core: nm.Categorical) -> None:
     v = torch.randn(6, generator=generator(1), dtype=torch.float64)
     for product in ("matvec", "factor", "factor_transpose"):

@@ -33,6 +33,8 @@ def test_products_spectrum_and_envelopes_equal_the_dense_matrix(name: str) -> No
     torch.testing.assert_close(core.spectrum(core.dim).dense(), fisher)
     torch.testing.assert_close(core.spectrum(1).values[..., 0], torch.linalg.eigvalsh(fisher)[..., -1])
     torch.testing.assert_close(torch.diag_embed(core.upper_envelope()), fisher)
+    columns = torch.stack([core.column(i) for i in range(core.rank)], dim=-1)
+    torch.testing.assert_close(columns @ columns.mT, fisher)
     torch.testing.assert_close(core.trace(), fisher.diagonal(dim1=-2, dim2=-1).sum(-1))
 
 

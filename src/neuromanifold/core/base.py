@@ -50,6 +50,15 @@ class Core(ABC):
     def factor_matrix(self) -> Tensor:
         """S itself, dense [..., C, C].  O(C²)."""
 
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """How many columns a factor of M needs."""
+
+    @abstractmethod
+    def column(self, i: int) -> Tensor:
+        """The i-th column [..., C] of a factor of M that has only `rank` columns.  O(C)."""
+
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Draw y ~ p(y | z) with a local generator, `shape` independent times for each member of the batch."""

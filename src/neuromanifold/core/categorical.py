@@ -69,6 +69,22 @@ class Categorical(Core):
         p, root = self.probs, square_root(self.probs)
         return torch.diag_embed(root * self.complement) + _off_diagonal(-p[..., :, None] * root[..., None, :])
 
+    @property
+    def rank(self) -> int:
+        """C - 1: S√p = 0, so S Q with an orthonormal basis Q of √p's complement is a factor too."""
+        return self.dim - 1
+
+    def column(self, i: int) -> Tensor:
+        """Column i of S Q, 0 <= i < C-1, with Q from the reflection that maps √p to e_m, m the likeliest class.  O(C).
+
+        It is √p_j (e_j - p) - √p_j √p_m/(1 + √p_m) (e_m - p), with j the class number i when m is left out.
+        """
+        i = checks.integer_in_range(i, "i", 0, self.dim - 2, f"the rank is {self.dim - 1}")
+        m = self.probs.argmax(-1)
+        j = torch.where(m <= i, i + 1, i)
+        root_j, root_m = (square_root(self._at(self.probs, y[..., None])) for y in (j, m))
+        return root_j * (self.score(j) - root_m / (1 + root_m) * self.score(m))
+
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Labels y ~ p(y | z) as int64, `shape` in front of the batch.  O(C) each."""
         count = checks.sample_shape(generator, shape).numel()

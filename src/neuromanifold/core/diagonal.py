@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from neuromanifold.core import empirical
+from neuromanifold.core import checks, empirical
 from neuromanifold.core.base import Core
 from neuromanifold.core.empirical import ScoreVariance
 from neuromanifold.core.spectrum import Spectrum
@@ -45,6 +45,18 @@ class DiagonalCore(Core):
     def factor_matrix(self) -> Tensor:
         """S = diag(√ζ), dense [..., C, C].  O(C²)."""
         return torch.diag_embed(square_root(self.diagonal))
+
+    @property
+    def rank(self) -> int:
+        """As many columns as outputs."""
+        return self.dim
+
+    def column(self, i: int) -> Tensor:
+        """√ζ_i e_i for 0 <= i < C.  O(C)."""
+        i = checks.integer_in_range(i, "i", 0, self.dim - 1, f"the rank is {self.dim}")
+        unit = torch.zeros(self.dim, dtype=self.dtype, device=self.device)
+        unit[i] = 1
+        return square_root(self.diagonal) * unit
 
     def trace(self) -> Tensor:
         """Σ ζ_i, [...].  O(C)."""

@@ -1,0 +1,44 @@
+"""An estimator is a choice of cotangents on the logits, nothing else.
+
+F(θ) = Σ_x Jᵀ M(x) J with J = ∂z/∂θ.  An estimator yields, for each output distribution, one or several vectors u with
+
+    Σ_passes E[u uᵀ] = M        (or a stated approximation of M),
+
+one for each backward pass; the pullback turns them into Jᵀu, squares and adds.  So no estimator knows of a network, of
+`detach()` or of a log-softmax in the graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import Core
+
+
+class Estimator(ABC):
+    """How cotangents are made from a core.  Estimators are values: frozen dataclasses, equal if their settings are."""
+
+    centred: ClassVar[bool]
+    """E[u] = 0 and independent over distributions: then gradients may be summed over a batch before squaring."""
+
+    needs_labels: ClassVar[bool] = False
+    """Whether the data's labels are used."""
+
+    target: ClassVar[str]
+    """What the estimate is right for on average, in words for people."""
+
+    noise_factor: ClassVar[float] = 0.0
+    """c such that c·E[g⁴] is (at least) the variance of the square g² of one pass: 0 where nothing is random."""
+
+    @abstractmethod
+    def passes(self, core: Core) -> int:
+        """How many backward passes a batch takes."""
+
+    @abstractmethod
+    def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
+        """One cotangent [..., C] for each pass, scaled so that the sum of the passes' squares is the estimate."""

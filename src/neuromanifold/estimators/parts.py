@@ -1,0 +1,89 @@
+"""Which part of the core's metric an estimator works with: all of it, or one of its envelopes (Lemma 2, Prop. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from neuromanifold.core import Core
+from neuromanifold.core.checks import integer_in_range
+from neuromanifold.core.sums import square_root
+
+
+class Mixer(NamedTuple):
+    """What turns noise into a cotangent, with everything that does not depend on the noise computed once."""
+
+    noise_dim: int  # how many random numbers it takes
+    mix: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Full:
+    """The metric M itself."""
+
+    def size(self, core: Core) -> int:
+        """How many columns its factor needs."""
+        return core.rank
+
+    def columns(self, core: Core) -> Iterator[Tensor]:
+        """The columns of a factor of M, one after the other."""
+        return (core.column(i) for i in range(core.rank))
+
+    def mixer(self, core: Core) -> Mixer:
+        """ξ [..., C] to S ξ."""
+        return Mixer(core.dim, core.factor)
+
+
+@dataclass(frozen=True)
+class Upper:
+    """The upper envelope diag(ζ): ζ = p for a categorical core, the metric itself for independent outputs."""
+
+    def size(self, core: Core) -> int:
+        """As many columns as outputs."""
+        return core.dim
+
+    def columns(self, core: Core) -> Iterator[Tensor]:
+        """√ζ_y e_y."""
+        roots = square_root(core.upper_envelope())
+        for y in range(core.dim):
+            column = roots.new_zeros(roots.shape)
+            column[..., y] = roots[..., y]
+            yield column
+
+    def mixer(self, core: Core) -> Mixer:
+        """ξ [..., C] to √ζ∘ξ."""
+        roots = square_root(core.upper_envelope())
+        return Mixer(core.dim, lambda xi: roots * xi)
+
+
+@dataclass(frozen=True)
+class Lower:
+    """The lower envelope of a rank: the leading eigenpairs of M, by the secular equation in O(rank·C)."""
+
+    rank: int = 1
+
+    def __post_init__(self) -> None:
+        integer_in_range(self.rank, "rank", 1, 10**9, "at least one eigenpair")
+
+    def size(self, core: Core) -> int:
+        """The rank, or all of M where that is less."""
+        return min(self.rank, core.rank)
+
+    def columns(self, core: Core) -> Iterator[Tensor]:
+        """√λ_i v_i."""
+        return iter(self._scaled_vectors(core).unbind(-2))
+
+    def mixer(self, core: Core) -> Mixer:
+        """ξ [..., k] to Σ_i √λ_i v_i ξ_i."""
+        scaled = self._scaled_vectors(core)
+        return Mixer(scaled.shape[-2], lambda xi: (xi[..., None] * scaled).sum(-2))
+
+    def _scaled_vectors(self, core: Core) -> Tensor:
+        values, vectors = core.spectrum(self.size(core))
+        return square_root(values)[..., None] * vectors  # [..., k, C]
+
+
+Part = Full | Upper | Lower

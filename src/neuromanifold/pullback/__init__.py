@@ -1,0 +1,1 @@
+"""Pullbacks: from cotangents on the logits to squares in the parameters."""

@@ -1,0 +1,52 @@
+"""The batch-wise pullback: g = Σ_x Jᵀu(x) by one ordinary backward pass, for any module.
+
+Its square is unbiased for Σ_x E[(Jᵀu(x))²] if the u(x) are centred and independent over the samples, because then the
+cross terms between samples vanish on average.  They do contribute variance: about that of the square of a batch's sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LARGEST_HALF = 2.0**15
+
+
+class BatchPullback:
+    """Vector-Jacobian products of logits with respect to parameters, in half precision without underflow.
+
+    Gradients in float16 below 6e-8 would vanish.  Where float16 is involved, the cotangent is multiplied by a power of
+    two, as large as no gradient overflows, and the caller divides by it in float32.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._half = any(parameter.dtype == torch.float16 for parameter in parameters)
+        self._exponent: int | None = None
+
+    def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
+        """The gradients of Σ cotangent·logits, None where there is no dependence, and how many times too large."""
+        if not (self._half or logits.dtype == torch.float16):
+            return self._gradients(logits, cotangent, keep_graph), 1.0
+        largest = float(cotangent.abs().amax()) if cotangent.numel() else 0.0
+        if not largest:
+            return self._gradients(logits, cotangent, keep_graph), 1.0
+        if self._exponent is None:
+            self._exponent = math.floor(math.log2(_LARGEST_HALF / largest))
+        while True:
+            scale = 2.0 ** min(self._exponent, math.floor(math.log2(_LARGEST_HALF / largest)))
+            gradients = self._gradients(logits, cotangent * scale, keep_graph=True)
+            finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
+            if finite or self._exponent < -24:
+                return gradients, scale
+            self._exponent -= 4
+
+    def _gradients(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> list[Tensor | None]:
+        return list(
+            torch.autograd.grad(
+                logits, self.parameters, cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
+            )
+        )

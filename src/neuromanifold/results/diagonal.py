@@ -1,0 +1,140 @@
+"""The diagonal of the Fisher information: a value for each parameter, with its standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core.checks import message
+from neuromanifold.results.comparison import Comparison, compare
+from neuromanifold.results.files import FileError, load_tensors, save_tensors
+from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.summary import summary
+from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalFisher(Mapping[str, Tensor]):
+    """A mapping from parameter name to a tensor of the parameter's shape.
+
+    What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
+    sample) or "sum".  So results do not depend on the batch size, and two of them over disjoint data add with `+`.
+    Standard errors are those of the probes' noise; the data are taken as given.
+    """
+
+    sums: dict[str, Tensor]
+    noise: dict[str, Tensor]  # standard errors of the sums
+    count: int  # samples
+    positions: int  # output distributions: as many as samples, or tokens, or pixels
+    provenance: Provenance
+    reduction: Reduction = "mean"
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.sums[name] / self._divisor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sums)
+
+    def __len__(self) -> int:
+        return len(self.sums)
+
+    @property
+    def stderr(self) -> dict[str, Tensor]:
+        """The standard error of each entry, in the same view."""
+        return {name: noise / self._divisor for name, noise in self.noise.items()}
+
+    @property
+    def mean(self) -> DiagonalFisher:
+        """The view per sample."""
+        return replace(self, reduction="mean")
+
+    @property
+    def sum(self) -> DiagonalFisher:
+        """The view as a sum over samples, which is what the paper writes F for."""
+        return replace(self, reduction="sum")
+
+    @property
+    def trace(self) -> TraceEstimate:
+        """Σ_i F_ii.  Its standard error is an upper bound, the sum of the entries'; `nm.fisher_trace` is sharper."""
+        total, noise = (sum(float(t.double().sum()) for t in d.values()) for d in (self.sums, self.noise))
+        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction)
+
+    @property
+    def relative_error(self) -> float:
+        """Σ standard errors over Σ entries: 0.1 says that an entry is typically known to ten per cent."""
+        trace = self.trace
+        return trace.noise / trace.sum if trace.sum else 0.0
+
+    def __add__(self, other: DiagonalFisher) -> DiagonalFisher:
+        if not isinstance(other, DiagonalFisher):
+            return NotImplemented
+        shapes, theirs = ({name: t.shape for name, t in d.sums.items()} for d in (self, other))
+        if shapes != theirs:
+            different = sorted(set(shapes.items()) ^ set(theirs.items()))[0][0]
+            raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
+        return replace(
+            self,
+            sums={name: value + other.sums[name].to(value) for name, value in self.sums.items()},
+            noise={name: value.hypot(other.noise[name].to(value)) for name, value in self.noise.items()},
+            count=self.count + other.count,
+            positions=self.positions + other.positions,
+            provenance=self.provenance.plus(other.provenance),
+        )
+
+    def to(self, target: torch.device | torch.dtype | str) -> DiagonalFisher:
+        """The same on another device or in another floating-point type."""
+        return replace(
+            self,
+            sums={name: value.to(target) for name, value in self.sums.items()},
+            noise={name: value.to(target) for name, value in self.noise.items()},
+        )
+
+    def filter(self, *patterns: str) -> DiagonalFisher:
+        """Only the parameters whose names match one of the patterns, such as "encoder.*"."""
+        names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not names:
+            raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
+        return replace(self, sums={n: self.sums[n] for n in names}, noise={n: self.noise[n] for n in names})
+
+    def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
+        """How far this is from `other`, the reference: RelMAE and friends."""
+        return compare(self, other, epsilon)
+
+    def __str__(self) -> str:
+        return summary(self, self.stderr, f"{type(self).__name__} ({self.reduction})", self._footer())
+
+    __repr__ = __str__
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
+        tensors = {f"sum/{name}": value for name, value in self.sums.items()}
+        tensors |= {f"noise/{name}": value for name, value in self.noise.items()}
+        numbers = {"count": str(self.count), "positions": str(self.positions), "reduction": self.reduction}
+        save_tensors(path, tensors, "diagonal", {**numbers, "provenance": self.provenance.to_json()})
+
+    @property
+    def _divisor(self) -> int:
+        return self.count if self.reduction == "mean" else 1
+
+    def _footer(self) -> str:
+        p, tokens = self.provenance, f", {self.positions} positions" if self.positions != self.count else ""
+        lines = [f"{self.count} samples{tokens}, {p.batches} batches, {p.passes} passes; {p.estimator}: {p.target}"]
+        return "\n".join([*lines, *([p.stopped] if p.stopped else [])])
+
+
+def load_diagonal(path: str | Path) -> DiagonalFisher:
+    """Read what `DiagonalFisher.save` wrote."""
+    tensors, head = load_tensors(path)
+    try:
+        sums = {name.removeprefix("sum/"): value for name, value in tensors.items() if name.startswith("sum/")}
+        noise = {name: tensors[f"noise/{name}"] for name in sums}
+        provenance = Provenance.from_json(head["provenance"])
+        count, positions, reduction = int(head["count"]), int(head["positions"]), check_reduction(head["reduction"])
+        return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
+    except (KeyError, ValueError) as error:
+        raise FileError(f"{path} is not the diagonal of a Fisher information, or is damaged ({error!r}).") from error

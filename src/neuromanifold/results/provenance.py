@@ -1,0 +1,56 @@
+"""Where a result comes from: enough to repeat it, and to know what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import torch
+
+from neuromanifold.core.checks import message
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What was estimated, how, on what, and with which versions."""
+
+    estimator: str  # the estimator as code, e.g. "Hutchinson(probes=1, ...)"
+    target: str  # what it is right for: "exact", "unbiased", "biased (...)"
+    likelihood: str = "Categorical"
+    granularity: dict[str, str] = field(default_factory=dict)  # parameter: "batch" or "sample"
+    seed: int = 0
+    batches: int = 0
+    passes: int = 0  # backward passes altogether
+    model: str = ""
+    data: str = ""
+    dtype: str = ""
+    device: str = ""
+    stopped: str = ""  # why a run ended before its data did
+    versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
+    parts: int = 1  # how many runs have been added
+
+    def plus(self, other: Provenance) -> Provenance:
+        """The provenance of a sum over disjoint data; the two must have estimated the same thing in the same way."""
+        for name in ("estimator", "likelihood", "model", "granularity"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                advice = "Only results of the same estimator and model over disjoint data add up."
+                raise ValueError(message("other", f"a result with {name} {mine!r}", repr(theirs), advice))
+        return replace(
+            self,
+            batches=self.batches + other.batches,
+            passes=self.passes + other.passes,
+            data=self.data if self.data == other.data else f"{self.data} + {other.data}",
+            stopped=self.stopped or other.stopped,
+            parts=self.parts + other.parts,
+        )
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Provenance:
+        """From JSON text; fields that a later version has added are left out."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(text).items() if key in known})

@@ -1,0 +1,102 @@
+"""The trace of the Fisher information: one number with its standard error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from neuromanifold.core.checks import message
+from neuromanifold.results.files import FileError, load_json, save_json
+from neuromanifold.results.provenance import Provenance
+
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """tr F with its standard error (of the probes' noise; the data are taken as given)."""
+
+    sum: float  # over the samples
+    noise: float  # standard error of the sum
+    count: int  # samples
+    provenance: Provenance
+    reduction: Reduction = "mean"
+
+    @property
+    def value(self) -> float:
+        """tr F: per sample, or the sum over samples if `reduction` says so."""
+        return self.sum / self.count if self.reduction == "mean" else self.sum
+
+    @property
+    def stderr(self) -> float:
+        """The standard error of `value`."""
+        return self.noise / self.count if self.reduction == "mean" else self.noise
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        per = "per sample" if self.reduction == "mean" else "in all"
+        return f"tr F = {self.value:.6g} ± {self.stderr:.2g} {per} ({self.count} samples, {self.provenance.estimator})"
+
+    def __add__(self, other: TraceEstimate) -> TraceEstimate:
+        if not isinstance(other, TraceEstimate):
+            return NotImplemented
+        return replace(
+            self,
+            sum=self.sum + other.sum,
+            noise=math.hypot(self.noise, other.noise),
+            count=self.count + other.count,
+            provenance=self.provenance.plus(other.provenance),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write to a JSON file, all or nothing."""
+        save_json(path, "trace", asdict(self))
+
+
+def load_trace(path: str | Path) -> TraceEstimate:
+    """Read what `TraceEstimate.save` wrote."""
+    values = load_json(path)
+    try:
+        provenance = values["provenance"]
+        assert isinstance(provenance, dict)
+        numbers = {key: values[key] for key in ("sum", "noise", "count", "reduction")}
+        return TraceEstimate(**numbers, provenance=Provenance(**provenance))  # type: ignore[arg-type]
+    except (KeyError, TypeError, AssertionError) as error:
+        raise FileError(f"{path} is not the trace of a Fisher information, or is damaged ({error!r}).") from error
+
+
+def trace_from_passes(
+    batches: list[list[float]], noise_factor: float, count: int, provenance: Provenance, reduction: Reduction
+) -> TraceEstimate:
+    """Σ ‖g‖² with a standard error from the run itself.
+
+    Several passes of a batch are independent copies of each other, so their spread is unbiased.  With one pass for each
+    batch the spread between batches serves, which contains how much the batches differ and is never too small on
+    average; with a single batch there is only E[T²] >= Var(T) left.
+    """
+    total = sum(map(sum, batches))
+    if not noise_factor:
+        variance = 0.0
+    elif batches and min(len(passes) for passes in batches) > 1:
+        variance = sum(len(passes) * _sample_variance(passes) for passes in batches)
+    elif len(batches) > 1:
+        variance = len(batches) * _sample_variance([sum(passes) for passes in batches])
+    else:
+        variance = noise_factor * total**2
+    return TraceEstimate(total, math.sqrt(variance), count, provenance, reduction)
+
+
+def _sample_variance(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def check_reduction(reduction: str) -> Reduction:
+    """'mean' (per sample) or 'sum' (over samples)."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
+    return "mean" if reduction == "mean" else "sum"

@@ -1,0 +1,1 @@
+"""Running over data: batches, the one loop, and what must not change meanwhile."""

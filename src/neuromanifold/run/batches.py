@@ -1,0 +1,125 @@
+"""What a batch is: inputs for the model, perhaps labels; and how logits are read off a model's output.
+
+tensor                 model(tensor)
+(inputs, labels)       model(inputs), or model(**inputs) where inputs is a dict; labels kept apart
+{..., "labels": y}     model(**rest); labels kept apart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core.checks import message
+
+
+class Batch(NamedTuple):
+    """One batch, ready for the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Tensor | None
+
+    def to(self, device: torch.device) -> Batch:
+        """Move every tensor, however deep, to a device."""
+        return Batch(_move(self.args, device), _move(self.kwargs, device), _move(self.labels, device))
+
+
+class Outputs(NamedTuple):
+    """Logits with the classes last, and which of their positions count."""
+
+    logits: Tensor  # [B, ..., C], part of the autograd graph
+    labels: Tensor | None  # [B, ...]
+    valid: Tensor | None  # [B, ...] bool; None: all
+
+    @property
+    def samples(self) -> int:
+        """How many samples the batch has."""
+        return self.logits.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """How many output distributions count: samples, or tokens, or pixels."""
+        return self.logits[..., 0].numel() if self.valid is None else int(self.valid.sum())
+
+
+def read_batch(item: object, number: int) -> Batch:
+    """Understand what the data set yields."""
+    if isinstance(item, Tensor):
+        return Batch((item,), {}, None)
+    if isinstance(item, Mapping):
+        kwargs = dict(item)
+        return Batch((), kwargs, _labels(kwargs.pop("labels", None), number))
+    if isinstance(item, (tuple, list)) and len(item) in (1, 2):
+        inputs, labels = item[0], item[1] if len(item) == 2 else None
+        if isinstance(inputs, Mapping):
+            return Batch((), dict(inputs), _labels(labels, number))
+        return Batch(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}, _labels(labels, number))
+    got = f"{type(item).__name__}" + (f" of length {len(item)}" if isinstance(item, (tuple, list)) else "")
+    expected = "a tensor, a tuple (inputs, labels) or a dict with the labels under 'labels'"
+    raise TypeError(f"Batch {number} of `data`: " + message("batch", expected, got))
+
+
+def read_outputs(
+    output: object, batch: Batch, class_dim: int, ignore_index: int, takes_indices: bool, number: int
+) -> Outputs:
+    """Find the logits in a model's output, move the classes last, and work out which positions count."""
+    logits = _find_logits(output)
+    if not -logits.ndim <= class_dim < logits.ndim or logits.ndim < 2:
+        expected = f"a dimension of the logits, which have shape {list(logits.shape)} [batch, ..., classes]"
+        raise ValueError(message("class_dim", expected, str(class_dim)))
+    logits = logits.movedim(class_dim, -1)
+    positions, labels, valid = logits.shape[:-1], batch.labels, None
+    if labels is not None and takes_indices and not labels.is_floating_point():
+        if labels.shape != positions:
+            where, got = f"Batch {number} of `data`: ", f"shape {list(labels.shape)}"
+            raise ValueError(where + message("labels", f"of shape {list(positions)}, one for each logit vector", got))
+        valid = labels != ignore_index
+        labels = torch.where(valid, labels, 0)
+    mask = batch.kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and logits.ndim > 2 and mask.shape == positions:
+        valid = mask.bool() if valid is None else valid & mask.bool()
+    return Outputs(logits, labels, None if valid is None or bool(valid.all()) else valid)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model is: the device of its first parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _find_logits(output: object) -> Tensor:
+    found = output
+    if not isinstance(found, Tensor) and hasattr(found, "logits"):
+        found = found.logits
+    elif isinstance(found, Mapping) and "logits" in found:
+        found = found["logits"]
+    elif isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, Tensor):
+        expected = "a tensor, a tuple that begins with one, or an object with .logits"
+        advice = "Wrap the model in a module that returns its logits."
+        raise TypeError(message("model's output", expected, type(output).__name__, advice))
+    return found
+
+
+def _labels(labels: object, number: int) -> Tensor | None:
+    if labels is None or isinstance(labels, Tensor):
+        return labels
+    raise TypeError(f"Batch {number} of `data`: " + message("labels", "a tensor", type(labels).__name__))
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _move(entry, device) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(entry, device) for entry in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_move(entry, device) for entry in value)
+    return value

@@ -1,0 +1,172 @@
+"""The one loop over data that every result of a network comes from.
+
+for batch in data:
+    logits = model(batch)                                   one forward pass, shared by all probes
+    core = likelihood(logits at the positions that count)
+    for u in estimator.cotangents(core, labels, generator):
+        gradients = pullback(logits, u)                     one backward pass
+        sums.add(gradients)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core import Categorical, Core
+from neuromanifold.core.checks import message
+from neuromanifold.estimators import Estimator, Exact, SquaredBatchGradient
+from neuromanifold.pullback.batch import BatchPullback
+from neuromanifold.pullback.sums import GradientSums
+from neuromanifold.run.batches import Outputs, model_device, read_batch, read_outputs
+from neuromanifold.run.progress import tracked
+from neuromanifold.run.unchanged import unchanged
+
+Granularity = Literal["auto", "batch", "sample"]
+
+
+class SlowPathWarning(UserWarning):
+    """The answer is right, but a faster way to it does not exist yet."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything about a run but the model and the data."""
+
+    estimator: Estimator
+    likelihood: Callable[[Tensor], Core]
+    granularity: Literal["batch", "sample"] = "batch"
+    seed: int = 0
+    class_dim: int = -1
+    ignore_index: int = -100
+    progress: bool = False
+
+
+@dataclass
+class Counts:
+    """What a run has seen."""
+
+    samples: int = 0
+    positions: int = 0
+    batches: int = 0
+    passes: int = 0
+    dtype: str = ""
+    stopped: str = ""
+
+
+def run(
+    model: nn.Module,
+    data: Iterable[object],
+    parameters: dict[str, nn.Parameter],
+    settings: Settings,
+    sums: GradientSums,
+    enough: Callable[[Counts], str] | None = None,
+) -> Counts:
+    """Go through the data once; `enough` may end it early by giving a reason."""
+    device, pullback, counts = model_device(model), BatchPullback(list(parameters.values())), Counts()
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    with unchanged(model):
+        for item in tracked(data, settings.progress, "Fisher information"):
+            batch = read_batch(item, counts.batches).to(device)
+            output = model(*batch.args, **batch.kwargs)
+            takes_indices = settings.likelihood is Categorical
+            outputs = read_outputs(
+                output, batch, settings.class_dim, settings.ignore_index, takes_indices, counts.batches
+            )
+            _check(outputs, settings.estimator, counts.batches)
+            for cotangent, last in _with_last(_cotangents(outputs, settings, generator, counts.batches)):
+                sums.add(*pullback(outputs.logits, cotangent, keep_graph=not last))
+                counts.passes += 1
+            sums.end_batch()
+            counts.samples += outputs.samples
+            counts.positions += outputs.positions
+            counts.batches += 1
+            counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+            counts.stopped = enough(counts) if enough else ""
+            if counts.stopped:
+                break
+    if not counts.samples:
+        advice = "A generator can be used up only once; pass a list or a DataLoader."
+        raise ValueError(message("data", "an iterable with at least one sample", f"{counts.batches} batches", advice))
+    return counts
+
+
+def choose_granularity(estimator: Estimator, granularity: str) -> Literal["batch", "sample"]:
+    """Square whole batches where that is right; else one sample at a time, with a warning that this is slow."""
+    if not isinstance(estimator, Estimator):
+        advice = "Make one, such as nm.Hutchinson()."
+        raise TypeError(message("estimator", "an estimator", repr(estimator), advice))
+    if granularity not in ("auto", "batch", "sample"):
+        raise ValueError(message("granularity", "'auto', 'batch' or 'sample'", repr(granularity)))
+    squares_batches = estimator.centred or isinstance(estimator, SquaredBatchGradient)
+    if granularity == "batch" and not squares_batches:
+        advice = (
+            "The gradients of different samples do not cancel on average, so the square of their sum is not a Fisher "
+        )
+        advice += "information. Use granularity='sample', or nm.SquaredBatchGradient() if that is the number you want."
+        raise ValueError(message("granularity", f"'auto' or 'sample' for {estimator}", "'batch'", advice))
+    if granularity == "sample" and isinstance(estimator, SquaredBatchGradient):
+        raise ValueError(message("granularity", "'auto' or 'batch' for SquaredBatchGradient", "'sample'"))
+    if squares_batches and granularity != "sample":
+        return "batch"
+    text = (
+        f"{estimator} squares each sample on its own, by one backward pass for each sample and column: right, but slow."
+    )
+    warnings.warn(text + " nm.Hutchinson() is unbiased at one pass for each batch.", SlowPathWarning, stacklevel=4)
+    return "sample"
+
+
+def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
+    """Errors that only a batch can show."""
+    if not outputs.logits.requires_grad:
+        advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
+        raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
+    if estimator.needs_labels and outputs.labels is None:
+        advice = "Yield (inputs, labels) or a dict with 'labels', or choose an estimator without labels."
+        where = f"Batch {number} of `data`: "
+        raise ValueError(where + message("labels", f"given for {estimator}", "none", advice))
+
+
+def _cotangents(outputs: Outputs, settings: Settings, generator: torch.Generator, number: int) -> Iterator[Tensor]:
+    """One cotangent of the logits' shape for each backward pass."""
+    logits, valid, estimator = outputs.logits.detach(), outputs.valid, settings.estimator
+    where = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if valid is None else valid
+    labels = outputs.labels if outputs.labels is None or valid is None else outputs.labels[valid]
+    if outputs.labels is not None and not estimator.needs_labels:
+        labels = None
+    try:
+        core = settings.likelihood(logits[where])
+        for columns in estimator.cotangents(core, labels, generator):
+            cotangent = columns.new_zeros(logits.shape)
+            cotangent[where] = columns
+            by_sample = settings.granularity == "sample"
+            yield from _one_by_one(cotangent, where, estimator) if by_sample else [cotangent]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Batch {number} of `data`: {error}") from error
+
+
+def _one_by_one(cotangent: Tensor, where: Tensor, estimator: Estimator) -> Iterator[Tensor]:
+    """The cotangent restricted to one sample, or to one position where columns of positions must not be added."""
+    single = isinstance(estimator, Exact)
+    flat = cotangent.flatten(0, -2) if single else cotangent.flatten(1)
+    count = where.flatten() if single else where.flatten(1).any(-1) if where.ndim > 1 else where
+    for i in count.nonzero()[:, 0].tolist():
+        one = torch.zeros_like(flat)
+        one[i] = flat[i]
+        yield one.view(cotangent.shape)
+
+
+def _with_last(items: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Each item, and whether it is the last: the graph is kept until then."""
+    previous: Tensor | None = None
+    for item in items:
+        if previous is not None:
+            yield previous, False
+        previous = item
+    if previous is not None:
+        yield previous, True

@@ -1,0 +1,46 @@
+"""Which parameters: by name pattern, by list, or by predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from neuromanifold.core.checks import message
+
+Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
+
+
+def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Parameter]:
+    """The trainable parameters that match, by name; shared ones once, under their first name.
+
+    `selection` is None (all), a pattern such as "encoder.*" or several of them, or a function of name and parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    named = dict(model.named_parameters())
+    chosen = {name: parameter for name, parameter in named.items() if _matches(selection, name, parameter)}
+    trainable = {name: parameter for name, parameter in chosen.items() if parameter.requires_grad}
+    if trainable:
+        return trainable
+    if not named:
+        raise ValueError(message("model", "a module with parameters", "one without"))
+    if chosen:
+        advice = "Call .requires_grad_() on those you want; frozen parameters are left out."
+        got = f"{len(chosen)} frozen ones ({next(iter(chosen))}, ...)"
+        raise ValueError(message("parameters", "a selection with trainable parameters", got, advice))
+    advice = f"The model's names begin with {', '.join(list(named)[:3])}; patterns match whole names, e.g. '*.weight'."
+    raise ValueError(message("parameters", "a selection that matches something", repr(selection), advice))
+
+
+def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:
+    if selection is None:
+        return True
+    if callable(selection):
+        return bool(selection(name, parameter))
+    patterns = [selection] if isinstance(selection, str) else list(selection)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        expected = "None, a pattern, a list of patterns, or a function of name and parameter"
+        raise TypeError(message("parameters", expected, repr(selection)))
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

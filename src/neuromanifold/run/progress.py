@@ -1,0 +1,32 @@
+"""A progress bar on standard error: rich's where it is installed, a plain line otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def tracked(data: Iterable[T], show: bool, what: str) -> Iterator[T]:
+    """Iterate over the data, and show how far it has come if asked to."""
+    if not show:
+        yield from data
+        return
+    total = len(data) if isinstance(data, Sized) else None
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ModuleNotFoundError:
+        yield from _plain(data, total, what)
+        return
+    yield from track(data, description=what, total=total, console=Console(stderr=True))
+
+
+def _plain(data: Iterable[T], total: int | None, what: str) -> Iterator[T]:
+    of = f"/{total}" if total is not None else ""
+    for i, item in enumerate(data):
+        print(f"\r{what}: batch {i + 1}{of}", end="", file=sys.stderr, flush=True)
+        yield item
+    print(file=sys.stderr)
