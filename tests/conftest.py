@@ -11,4 +11,4 @@ settings.register_profile(
     "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tensors are small; threads would only wait for each other on a busy machine

@@ -22,6 +22,7 @@ from neuromanifold.run.parameters import Selection, select_parameters
 Likelihood = Callable[[Tensor], Core]
 
 
+@torch.inference_mode(mode=False)
 def fisher_diagonal(
     model: nn.Module,
     data: Iterable[object],
@@ -69,6 +70,7 @@ def fisher_diagonal(
     )
 
 
+@torch.inference_mode(mode=False)
 def fisher_trace(
     model: nn.Module,
     data: Iterable[object],

@@ -134,11 +134,10 @@ def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
 
 def _cotangents(outputs: Outputs, settings: Settings, generator: torch.Generator, number: int) -> Iterator[Tensor]:
     """One cotangent of the logits' shape for each backward pass."""
-    logits, valid, estimator = outputs.logits.detach(), outputs.valid, settings.estimator
-    where = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if valid is None else valid
-    labels = outputs.labels if outputs.labels is None or valid is None else outputs.labels[valid]
-    if outputs.labels is not None and not estimator.needs_labels:
-        labels = None
+    logits, where, estimator = outputs.logits.detach(), outputs.valid, settings.estimator
+    if where is None:
+        where = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    labels = outputs.labels[where] if estimator.needs_labels and outputs.labels is not None else None
     try:
         core = settings.likelihood(logits[where])
         for columns in estimator.cotangents(core, labels, generator):

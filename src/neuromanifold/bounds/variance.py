@@ -1,0 +1,238 @@
+"""The variance of a random estimate of the diagonal, exactly: Theorem 11, its propositions, and their neighbours.
+
+A probe mixes the columns of a factor S of the core with white noise ξ.  Let a = SᵀJ [n, r, p] be the derivatives along
+these columns, J = ∂z/∂θ [n, c, p].  Then F = Σ_x F_x with F_x = Σ_r a², entry by entry, and
+
+    granularity   estimate of F        variance, Rademacher ξ        variance, Gaussian ξ
+    "batch"       (Σ_x Σ_r a ξ)²       2F² - 2 Σ_x Σ_r a⁴            2F²
+    "sample"      Σ_x (Σ_r a ξ)²       Σ_x (2F_x² - 2 Σ_r a⁴)        Σ_x 2F_x²
+
+divided by the number of independent probes whose mean is taken (probes made orthogonal to each other do better).  The
+first row is Theorem 11; every other statement of the paper is a choice of the columns:
+
+    hutchinson_variance   S with S Sᵀ = M         the full core, Theorem 11
+    upper_variance        diag(√ζ)                the diagonal core, last appendix
+    lower_variance        √λ_i v_i, i = 1..k      the low-rank core, last appendix (there for k = 1)
+    deflated_variance     √λ_i v_i, (I - VVᵀ) S   not in the paper
+    monte_carlo_variance  no columns: the labels are what is random
+
+This is the noise of the probe on given data; other data would give another F, which is a different error.  All results
+are float64 [P]: fourth powers of small derivatives leave the range of float32.  The work is that of J itself, O(NCP),
+so these functions are for small problems, for understanding and for tests; a run estimates its own standard errors.
+
+Axis letters: n sample, c class, r column of a factor, k eigenpair, p parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import Categorical, Core
+from neuromanifold.core.checks import float_tensor, integer_in_range, message
+from neuromanifold.core.diagonal import DiagonalCore
+from neuromanifold.core.sums import divide, square_root, sum_of_others
+
+Noise = Literal["rademacher", "gaussian"]
+Granularity = Literal["batch", "sample"]
+
+CV_BOUND: Final = math.sqrt(2)
+"""The coefficient of variation Std/F of a Hutchinson estimate is at most √2, whatever network, data and entry.
+
+It follows from Theorem 11 for the full core, and from the propositions of the last appendix for both envelopes.  It
+holds for Rademacher and Gaussian noise, batch-wise and sample-wise.  A Monte Carlo estimate has no such bound.
+"""
+
+
+def probe_variance(
+    columns: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
+) -> Tensor:
+    """The variance [P] of each entry, given the derivatives a [N, r, P] along the columns of any factor.  O(NrP).
+
+    The table at the head of this module.  A sample that has several output distributions (tokens) has the columns of
+    all of them.  2F² - 2 Σ a⁴ is summed as 2 Σ a²·(sum of the other a²), which is never negative and does not cancel.
+    """
+    a = float_tensor(columns, "columns").double()
+    if a.ndim != 3:
+        expected = "of shape [N, r, P]: sample, column of the factor, parameter"
+        raise ValueError(message("columns", expected, f"shape {list(a.shape)}"))
+    _check_choice(noise, "noise", ("rademacher", "gaussian"))
+    _check_choice(granularity, "granularity", ("batch", "sample"))
+    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    squares = a.square().permute(2, 0, 1)  # [p, n, r]
+    if granularity == "batch":
+        squares = squares.reshape(a.shape[2], 1, a.shape[0] * a.shape[1])  # one sample with all columns
+    if noise == "gaussian":
+        return 2 * squares.sum(-1).square().sum(-1) / probes
+    return 2 * _sum_of_products(squares).sum(-1) / probes
+
+
+def hutchinson_variance(
+    core: Core,
+    jacobian: Tensor,
+    noise: Noise = "rademacher",
+    granularity: Granularity = "batch",
+    probes: int = 1,
+) -> Tensor:
+    """Theorem 11: 2F² - 2 Σ_x Σ_y p_y² (∂ℓ_xy/∂θ)⁴ for Rademacher noise, 2F² for Gaussian noise, [P].
+
+    Column y of Jᵀ S is √p_y ∂ℓ_y, with ∂ℓ_y = ∂z_y - Σ_c p_c ∂z_c.  For a core with a diagonal metric it is √ζ_y ∂z_y,
+    which is the proposition on the diagonal core with ζ = p(1-p) (multi-label) or 1/variance (regression).
+
+    `core` is a batch of N distributions, `jacobian` [N, C, P] has the derivatives ∂z_y/∂θ of their outputs.
+    """
+    J = _checked(core, jacobian)
+    return probe_variance(_full_columns(core, J), noise, granularity, probes)
+
+
+def upper_variance(
+    core: Core,
+    jacobian: Tensor,
+    noise: Noise = "rademacher",
+    granularity: Granularity = "batch",
+    probes: int = 1,
+) -> Tensor:
+    """The proposition on the diagonal core: 2(F^DG)² - 2 Σ_x Σ_y ζ_y² (∂z_y/∂θ)⁴, around F^DG and not F, [P].
+
+    ζ is the upper envelope: p for a categorical core, and the metric itself where that is diagonal.
+    """
+    J = _checked(core, jacobian)
+    columns = square_root(core.upper_envelope().double())[..., None] * J
+    return probe_variance(columns, noise, granularity, probes)
+
+
+def lower_variance(
+    core: Core,
+    jacobian: Tensor,
+    rank: int = 1,
+    noise: Noise = "rademacher",
+    granularity: Granularity = "batch",
+    probes: int = 1,
+) -> Tensor:
+    """The proposition on the low-rank core: 2(F^LR)² - 2 Σ_x Σ_i λ_i² (v_iᵀ ∂z/∂θ)⁴, around F^LR(k) and not F, [P].
+
+    The paper states it for rank 1; its proof holds for every rank.  At rank 1 a sample-wise estimate has no variance.
+    """
+    J = _checked(core, jacobian)
+    integer_in_range(rank, "rank", 1, core.dim, f"the dimension is {core.dim}")
+    return probe_variance(_leading_columns(core, J, rank)[0], noise, granularity, probes)
+
+
+def deflated_variance(
+    core: Core,
+    jacobian: Tensor,
+    deflate: int = 1,
+    noise: Noise = "rademacher",
+    granularity: Granularity = "batch",
+    probes: int = 1,
+) -> Tensor:
+    """The deflated probe V√Λ ξ₁ + (I - VVᵀ) S ξ₂, which is unbiased for F: the same formula for its k + C columns, [P].
+
+    Not in the paper.  With two classes and k = 1 a single column is left, so that a sample-wise estimate is exact.
+    `deflate=0` is Theorem 11; from C - 1 on nothing is left to deflate.
+    """
+    J = _checked(core, jacobian)
+    integer_in_range(deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
+    if not deflate:
+        return probe_variance(_full_columns(core, J), noise, granularity, probes)
+    leading, rest = _leading_columns(core, J, min(deflate, core.dim))
+    return probe_variance(torch.cat([leading, _full_columns(core, rest)], dim=1), noise, granularity, probes)
+
+
+def monte_carlo_variance(core: Core, jacobian: Tensor, granularity: Granularity = "batch", samples: int = 1) -> Tensor:
+    """The variance [P] of the estimate from `samples` labels drawn for each x, which is unbiased.
+
+    With the score s = ∂ log p(y)/∂θ of a drawn label and Var(s²) = E[s⁴] - F_x²,
+
+        "batch"    2F² - 2 Σ_x F_x² + Σ_x Var(s²),
+        "sample"   Σ_x Var(s²).
+
+    The first two terms are the products between samples, bounded as in Theorem 11; Var(s²)/F_x² has no bound.  Not in
+    the paper, whose section 4.1 draws the data instead: it is the lemma of appendix A, carried to the parameters.
+    """
+    J = _checked(core, jacobian)
+    _check_choice(granularity, "granularity", ("batch", "sample"))
+    integer_in_range(samples, "samples", 1, 10**9, "one backward pass each")
+    columns = _full_columns(core, J)
+    squares = columns.square()
+    variance = _variance_of_squared_score(core, J, columns).sum(0)  # [p]
+    if granularity == "batch":
+        variance = variance + 2 * _sum_of_products(squares.sum(1).mT)
+    return variance / samples
+
+
+def minibatch_variance_bound(fisher: Tensor, probes: int = 1) -> Tensor:
+    """The remark on minibatches: Var <= 2 Σ_j (F^(j))² for the diagonals F^(j) of J batches, [J, P] to [P].
+
+    It is at most 2F², and 2F²/J if the batches contribute equally.  So J batches are worth (Σ F^(j))²/Σ (F^(j))² equal
+    ones, entry by entry: a single one if a single batch touches the parameter.
+    """
+    diagonals = float_tensor(fisher, "fisher").double()
+    if diagonals.ndim != 2:
+        raise ValueError(message("fisher", "of shape [J, P]: batch, parameter", f"shape {list(diagonals.shape)}"))
+    if bool((diagonals < 0).any()):
+        raise ValueError(message("fisher", "a diagonal of the metric, which is >= 0", "a negative entry"))
+    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    return 2 * diagonals.square().sum(0) / probes
+
+
+def cantelli(alpha: float, cv: float = CV_BOUND) -> float:
+    """Section 4.1: P(X >= αμ) <= 1/(1 + ((α-1)/cv)²) for any X >= 0 with mean μ > 0 and Std(X) <= cv·μ, α > 1."""
+    if not alpha > 1:
+        raise ValueError(message("alpha", "above 1 (it is a multiple of the mean)", repr(alpha)))
+    if not 0 <= cv < math.inf:
+        raise ValueError(message("cv", "a coefficient of variation, finite and >= 0", repr(cv)))
+    return 1 / (1 + ((alpha - 1) / cv) ** 2) if cv else 0.0
+
+
+def _full_columns(core: Core, J: Tensor) -> Tensor:
+    """SᵀJ, [n, c, p]."""
+    return core.factor_transpose(J.permute(2, 0, 1)).permute(1, 2, 0)
+
+
+def _leading_columns(core: Core, J: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(√Λ VᵀJ [n, k, p], J - V VᵀJ [n, c, p]) with the k leading eigenvectors V."""
+    values, vectors = core.spectrum(k)  # [n, k], [n, k, c]
+    along = torch.einsum("nkc,ncp->nkp", vectors.double(), J)
+    rest = J - torch.einsum("nkc,nkp->ncp", vectors.double(), along)
+    return square_root(values.double())[..., None] * along, rest
+
+
+def _variance_of_squared_score(core: Core, J: Tensor, columns: Tensor) -> Tensor:
+    """E[s⁴] - F_x² for s = ∂ log p(y)/∂θ, [n, p]."""
+    squares = columns.square()
+    if isinstance(core, Categorical):
+        p = core.probs.double()[..., None]  # [n, c, 1]
+        score = divide(columns, square_root(p))  # ∂ℓ_y; a class that cannot occur has none
+        return (p * (score.square() - squares.sum(1, keepdim=True)).square()).sum(1)
+    if isinstance(core, DiagonalCore):  # s is a sum of independent terms (∂ log p(y_c)/∂z_c) ∂z_c
+        of_outputs = core.score_variance().variance.diagonal(dim1=-2, dim2=-1).double()  # [n, c]
+        return 2 * _sum_of_products(squares.mT) + (of_outputs[..., None] * J.square().square()).sum(1)
+    raise TypeError(message("core", "a nm.Categorical, nm.Bernoulli or nm.Gaussian", type(core).__name__))
+
+
+def _sum_of_products(x: Tensor) -> Tensor:
+    """Σ_{i≠j} x_i x_j = (Σ x)² - Σ x² over the last dimension, for x >= 0 and without cancellation."""
+    return (x * sum_of_others(x)).sum(-1) if x.shape[-1] else x.sum(-1)
+
+
+def _checked(core: object, jacobian: object) -> Tensor:
+    """The Jacobian in float64, if it is one of this core's outputs."""
+    if not isinstance(core, Core):
+        raise TypeError(message("core", "a core such as nm.Categorical(logits)", type(core).__name__))
+    if len(core.batch_shape) != 1:
+        expected = "a batch of shape [N], one distribution for each sample"
+        raise ValueError(message("core", expected, f"batch shape {list(core.batch_shape)}"))
+    J = float_tensor(jacobian, "jacobian")
+    if J.ndim != 3 or J.shape[:2] != (*core.batch_shape, core.dim):
+        expected = f"of shape [{core.batch_shape[0]}, {core.dim}, P]: sample, output, parameter"
+        raise ValueError(message("jacobian", expected, f"shape {list(J.shape)}"))
+    return J.double()
+
+
+def _check_choice(value: object, argument: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(message(argument, " or ".join(map(repr, choices)), repr(value)))

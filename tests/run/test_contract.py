@@ -1,0 +1,158 @@
+"""The contract of a result: sums and means, batches, seeds, standard errors."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import neuromanifold as nm
+from tests.run.networks import PROBLEMS
+
+
+def network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.randint(0, 3, (64,), generator=torch.Generator().manual_seed(0))
+MODEL = network()
+
+
+def batches(size: int, x: torch.Tensor = X, y: torch.Tensor = Y) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def exact(data: object) -> nm.DiagonalFisher:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nm.SlowPathWarning)
+        return nm.fisher_diagonal(MODEL, data, nm.Exact(nm.Full()))
+
+
+def assert_same(a: nm.DiagonalFisher, b: nm.DiagonalFisher, rtol: float = 1e-12) -> None:
+    assert a.count == b.count
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=0)
+
+
+def test_the_batch_size_does_not_matter() -> None:
+    reference = exact(batches(64))
+    for size in (1, 7):
+        assert_same(exact(batches(size)), reference)
+        assert_same(exact(batches(size)).sum, reference.sum)
+
+
+def test_the_order_of_the_data_does_not_matter() -> None:
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    assert_same(exact(batches(7, X[order], Y[order])), exact(batches(7)))
+
+
+def test_sum_is_count_times_mean() -> None:
+    result = exact(batches(16))
+    for name in result:
+        torch.testing.assert_close(result.sum[name], 64 * result.mean[name])
+    assert result.sum.mean.reduction == "mean"
+    assert math.isclose(result.sum.trace.value, 64 * float(result.trace), rel_tol=1e-12)
+
+
+def test_two_halves_add_up_to_the_whole() -> None:
+    halves = [exact(batches(8, X[:40], Y[:40])), exact(batches(8, X[40:], Y[40:]))]
+    assert_same(halves[0] + halves[1], exact(batches(8)))
+    random = [nm.fisher_diagonal(MODEL, list(x.split(8)), seed=i) for i, x in enumerate((X[:40], X[40:]))]
+    both = random[0] + random[1]
+    for name in both:
+        torch.testing.assert_close(both.sum[name], random[0].sum[name] + random[1].sum[name])
+        squares = random[0].sum.stderr[name].square() + random[1].sum.stderr[name].square()
+        torch.testing.assert_close(both.sum.stderr[name].square(), squares)
+    assert both.provenance.parts == 2
+    assert both.provenance.batches == 8
+
+
+def test_the_same_seed_gives_the_same_result_whatever_the_number_of_workers() -> None:
+    results = []
+    for workers in (0, 2):
+        loader = DataLoader(TensorDataset(X, Y), batch_size=16, num_workers=workers)
+        results.append(nm.fisher_diagonal(MODEL, loader, seed=5))
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name])
+    other = nm.fisher_diagonal(MODEL, batches(16), seed=6)
+    assert not torch.equal(other["0.weight"], results[0]["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "estimator", [nm.Hutchinson(), nm.Hutchinson(deflate=1), nm.Hutchinson(2, "gaussian"), nm.MonteCarlo()], ids=repr
+)
+def test_nominal_95_per_cent_intervals_cover(estimator: nm.Estimator) -> None:
+    """Averaged over entries and 100 runs of 64 batches: between 0.93 and 1."""
+    samples = torch.randn(256, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    reference, data = exact([samples]), list(samples.split(4))
+    covered = []
+    for seed in range(100):
+        result = nm.fisher_diagonal(MODEL, data, estimator, seed=seed)
+        inside = [((result[k] - reference[k]).abs() <= 1.96 * result.stderr[k]).double().mean() for k in result]
+        covered.append(torch.stack(inside).mean())
+    assert 0.93 <= float(torch.stack(covered).mean()) <= 1
+
+
+def test_intervals_of_a_twin_with_half_the_error_do_not_cover() -> None:
+    reference, data = exact(batches(1)), batches(1)
+    results = [nm.fisher_diagonal(MODEL, data, nm.Hutchinson(), seed=seed) for seed in range(50)]
+    inside = [
+        ((r[k] - reference[k]).abs() <= 0.5 * 1.96 * r.stderr[k]).double().mean() for r in results for k in reference
+    ]
+    assert float(torch.stack(inside).mean()) < 0.93
+
+
+@pytest.mark.parametrize("estimator", [nm.Hutchinson(), nm.Hutchinson(probes=4), nm.MonteCarlo(4)], ids=repr)
+def test_the_trace_is_unbiased_and_its_error_bar_covers(estimator: nm.Estimator) -> None:
+    truth = float(exact(batches(16)).trace)
+    estimates = [nm.fisher_trace(MODEL, batches(8), estimator, seed=seed) for seed in range(150)]
+    values = torch.tensor([float(e) for e in estimates])
+    z = (values.mean() - truth) / (values.std() / math.sqrt(len(values)))
+    assert abs(float(z)) < 5  # false-alarm rate 6e-7
+    assert abs(float((1.3 * values.mean() - truth) / (values.std() / math.sqrt(150)))) > 5  # a biased twin is seen
+    reported = torch.tensor([e.stderr for e in estimates]).square().mean().sqrt()
+    assert 0.85 < float(reported / values.std()) < 1.8
+
+
+def test_the_trace_agrees_with_the_diagonal() -> None:
+    diagonal = nm.fisher_diagonal(MODEL, batches(16), seed=3)
+    trace = nm.fisher_trace(MODEL, batches(16), seed=3)
+    assert math.isclose(float(trace), float(diagonal.trace), rel_tol=1e-12)
+    assert diagonal.trace.stderr > 0
+
+
+def test_rtol_stops_early_and_says_so() -> None:
+    data = batches(1) * 40
+    result = nm.fisher_diagonal(MODEL, data, rtol=0.1)
+    assert result.relative_error <= 0.1
+    assert result.provenance.batches < len(data)
+    assert "stopped after" in result.provenance.stopped
+    assert "stopped after" in str(result)
+    assert nm.fisher_diagonal(MODEL, data[:4], rtol=0.001).provenance.stopped == ""
+
+
+def test_several_probes_share_the_forward_pass() -> None:
+    calls = []
+    model = network()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    result = nm.fisher_diagonal(model, batches(16), nm.Hutchinson(probes=5))
+    assert len(calls) == 4
+    assert result.provenance.passes == 20
+
+
+def test_tokens_are_counted_apart_from_samples() -> None:
+    problem = PROBLEMS["GPT-2 (tokens, tied)"]
+    result = nm.fisher_diagonal(problem.model, problem.data)
+    assert (result.count, result.positions) == (4, 12)
+
+
+def test_the_progress_bar_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    nm.fisher_diagonal(MODEL, batches(32), progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Fisher information" in captured.err

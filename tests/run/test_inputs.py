@@ -1,0 +1,207 @@
+"""What the data may look like, which parameters count, precision, and what goes wrong."""
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuromanifold as nm
+from tests.run.networks import PROBLEMS
+from tests.run.test_contract import MODEL, X, Y, batches, network
+
+EXPECTED = nm.fisher_diagonal(MODEL, [X], seed=1)
+
+
+class Wrapped(nn.Module):
+    """The same network behind another kind of output."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.wrap = network(), wrap
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:  # noqa: ARG002
+        return self.wrap(self.net(x))
+
+
+Output = namedtuple("Output", ["logits", "other"])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [X, (X,), [X], (X, Y), [X, Y], {"input": X}, {"input": X, "labels": Y}, ({"input": X}, Y)],
+    ids=lambda i: type(i),
+)
+def test_every_form_of_batch(item: Any) -> None:
+    result = nm.fisher_diagonal(MODEL, [item], seed=1)
+    assert torch.equal(result["0.weight"], EXPECTED["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda z: z,
+        lambda z: (z, "more"),
+        lambda z: [z],
+        lambda z: {"logits": z},
+        lambda z: OrderedDict(loss=None, logits=z),
+        lambda z: Output(z, 1),
+    ],
+)
+def test_every_form_of_output(wrap: Callable[[Tensor], Any]) -> None:
+    result = nm.fisher_diagonal(Wrapped(wrap), [X], seed=1)
+    assert torch.equal(result["net.0.weight"], EXPECTED["0.weight"])
+
+
+def test_ignored_and_masked_positions_do_not_count() -> None:
+    """Positions that do not count might as well not be there."""
+    tokens = X.view(16, 4, 4)
+    valid = torch.rand(16, 4, generator=torch.Generator().manual_seed(0)) < 0.6
+    valid[:, 0] = True
+    labels = torch.where(valid, Y.view(16, 4), -100)
+    flat = nm.fisher_diagonal(MODEL, [X.view(16, 4, 4)[valid]], nm.Hutchinson(20), reduction="sum")
+    by_label = nm.fisher_diagonal(MODEL, [(tokens, labels)], nm.Hutchinson(20), reduction="sum")
+    model = Wrapped(lambda z: z)
+    by_mask = nm.fisher_diagonal(
+        model, [{"x": tokens, "attention_mask": valid.long()}], nm.Hutchinson(20), reduction="sum"
+    )
+    for result, prefix in ((by_label, ""), (by_mask, "net.")):
+        assert (result.count, result.positions) == (16, int(valid.sum()))
+        assert torch.equal(result[f"{prefix}0.weight"], flat["0.weight"])
+    other = nm.fisher_diagonal(MODEL, [(tokens, torch.where(valid, Y.view(16, 4), 7))], ignore_index=7)
+    assert other.positions == int(valid.sum())
+
+
+def test_batches_of_none_and_one() -> None:
+    result = nm.fisher_diagonal(MODEL, [X[:0], X[:1], X[1:]], seed=1)
+    assert (result.count, result.provenance.batches) == (64, 3)
+    assert torch.isfinite(result["0.weight"]).all()
+
+
+def test_parameters_by_pattern_list_and_predicate() -> None:
+    for selection, names in [
+        ("2.*", ["2.weight", "2.bias"]),
+        (["*.bias", "0.weight"], ["0.weight", "0.bias", "2.bias"]),
+        (lambda _, parameter: parameter.ndim == 2, ["0.weight", "2.weight"]),
+    ]:
+        result = nm.fisher_diagonal(MODEL, [X], parameters=selection, seed=1)
+        assert list(result) == names
+        for name in names:
+            assert torch.equal(result[name], EXPECTED[name])
+    frozen = PROBLEMS["frozen and unused"]
+    result = nm.fisher_diagonal(frozen.model, frozen.data)
+    assert not any(name.startswith("frozen") for name in result)
+    assert (result["unused.weight"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_accumulate_in_float32(dtype: torch.dtype) -> None:
+    half = network().to(dtype)
+    reference = nm.fisher_diagonal(network().to(dtype).float(), [X.to(dtype).float()], nm.Hutchinson(64))
+    result = nm.fisher_diagonal(half, [X.to(dtype)], nm.Hutchinson(64))
+    assert result["0.weight"].dtype == torch.float32
+    assert result.compare(reference).relmae_positive < (0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_float16_gradients_do_not_underflow() -> None:
+    """Gradients of 1e-9 are zero in float16; the cotangent is scaled up before the backward pass, not after."""
+    small = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    with torch.no_grad():
+        small[0].weight.fill_(1e-4)
+        small[1].weight.copy_(1e-4 * torch.arange(24).view(3, 8))
+    x = 1e-3 * X.half()
+    reference = nm.fisher_diagonal(small.half().float(), [x.float()], nm.Hutchinson(64))
+    result = nm.fisher_diagonal(small.half(), [x], nm.Hutchinson(64))
+    assert (reference["0.weight"] > 0).all()
+    assert 0 < float(reference["0.weight"].max()) < 1e-12
+    assert result.compare(reference).relmae_positive < 0.05
+
+
+def test_float16_gradients_do_not_overflow() -> None:
+    large = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).half()
+    with torch.no_grad():
+        large[1].weight.mul_(1000)
+    x = 30 * X.half()
+    result = nm.fisher_diagonal(large, [x], nm.Hutchinson(core=nm.Upper()))
+    assert all(torch.isfinite(value).all() for value in result.values())
+    assert any((value > 0).any() for value in result.values())
+
+
+def test_autocast() -> None:
+    model = network().float()
+    reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64))
+    assert result["0.weight"].dtype == torch.float32
+    assert result.compare(reference).relmae_positive < 0.1
+
+
+def test_ambient_no_grad_and_inference_mode() -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            result = nm.fisher_diagonal(MODEL, [X], seed=1)
+        assert torch.equal(result["0.weight"], EXPECTED["0.weight"])
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).detach()
+
+
+def fisher(**changes: Any) -> Callable[[], nm.DiagonalFisher]:
+    return lambda: nm.fisher_diagonal(**{"model": MODEL, "data": batches(32), **changes})
+
+
+NAN_AT_1 = [X[:8], torch.full((8, 4), float("nan"), dtype=torch.float64)]
+BAD = {
+    "nan names the batch": (fisher(data=NAN_AT_1), ValueError, r"Batch 1 of `data`: `logits`.*NaN at index \[0\]"),
+    "no data": (fisher(data=[]), ValueError, "`data`.*at least one sample.*generator"),
+    "no samples": (fisher(data=[X[:0]]), ValueError, "`data`.*at least one sample"),
+    "strange batch": (fisher(data=["text"]), TypeError, "Batch 0 of `data`.*tuple.*got str"),
+    "three in a tuple": (fisher(data=[(X, Y, Y)]), TypeError, "Batch 0 of `data`.*tuple of length 3"),
+    "labels in a list": (fisher(data=[(X, Y.tolist())]), TypeError, "`labels`.*a tensor.*list"),
+    "no match": (fisher(parameters="encoder.*"), ValueError, "`parameters`.*'encoder.*'.*0.weight"),
+    "not a module": (fisher(model=torch.sigmoid), TypeError, "`model`.*Module"),
+    "no parameters": (fisher(model=nn.ReLU()), ValueError, "`model`.*parameters"),
+    "no graph": (fisher(model=Detached()), ValueError, "`model`.*differentiable.*detach"),
+    "all frozen": (fisher(model=network().requires_grad_(False)), ValueError, "`parameters`.*frozen.*requires_grad_"),
+    "no labels": (fisher(data=[X], estimator=nm.Empirical()), ValueError, "Batch 0.*`labels`.*Empirical"),
+    "label too large": (fisher(data=[(X, Y + 9)], estimator=nm.Empirical()), ValueError, "Batch 0.*between 0 and 2"),
+    "label shape": (fisher(data=[(X, Y[:5])]), ValueError, r"Batch 0.*`labels`.*\[64\].*\[5\]"),
+    "estimator class": (fisher(estimator=nm.Hutchinson), TypeError, "`estimator`.*nm.Hutchinson"),
+    "estimator name": (fisher(estimator="hutchinson"), TypeError, "`estimator`"),
+    "granularity": (fisher(granularity="token"), ValueError, "`granularity`.*'auto'.*'token'"),
+    "exact by batch": (fisher(estimator=nm.Exact(), granularity="batch"), ValueError, "not a Fisher.*SquaredBatch"),
+    "reduction": (fisher(reduction="none"), ValueError, "`reduction`.*'mean'.*'none'"),
+    "rtol": (fisher(rtol=-1), ValueError, "`rtol`.*positive"),
+    "seed": (fisher(seed=-1), ValueError, "`seed`"),
+    "seed float": (fisher(seed=0.5), TypeError, "`seed`.*an int"),
+    "class_dim": (fisher(class_dim=2), ValueError, r"`class_dim`.*\[32, 3\]"),
+    "likelihood": (fisher(likelihood="gaussian"), TypeError, "`likelihood`.*nm.Categorical"),
+    "output": (fisher(model=Wrapped(lambda z: {"loss": z})), TypeError, "`model's output`.*logits.*dict"),
+    "unknown argument": (fisher(batch_size=3), TypeError, "batch_size"),
+    "probes": (lambda: nm.Hutchinson(probes=0), ValueError, "`probes`"),
+    "noise": (lambda: nm.Hutchinson(noise="uniform"), ValueError, "`noise`.*'rademacher'.*'uniform'"),
+    "deflate an envelope": (lambda: nm.Hutchinson(core=nm.Upper(), deflate=1), ValueError, "`deflate`.*envelope"),
+    "rank": (lambda: nm.Lower(0), ValueError, "`rank`"),
+    "samples": (lambda: nm.MonteCarlo(1.5), TypeError, "`samples`.*an int"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_a_clear_error(name: str) -> None:
+    call, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_slow_paths_are_announced() -> None:
+    with pytest.warns(nm.SlowPathWarning, match=r"Exact.*right, but slow.*Hutchinson"):
+        nm.fisher_diagonal(MODEL, [X[:2]], nm.Exact())
