@@ -27,13 +27,13 @@ class DiagonalSums:
     """Σ g² for each entry, and Σ g⁴ for its error bar, in float32 or better whatever the model's precision.
 
     Fourth powers of small numbers underflow, so they are kept in units of a power of two near the root mean square of
-    the first gradients; `noise` takes the unit out again.
+    each parameter's first gradient; `noise` takes the unit out again.
     """
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
         self.squares = [_zeros_like(parameter) for parameter in parameters]
         self.fourths = [_zeros_like(parameter) for parameter in parameters] if fourth_powers else []
-        self._unit = 0.0
+        self._units = [0.0] * len(self.fourths)
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
@@ -44,23 +44,24 @@ class DiagonalSums:
         values = [g.to(self.squares[i].dtype) for i in used if (g := gradients[i]) is not None]
         if scale != 1.0:
             values = list(torch._foreach_mul(values, 1 / scale))
-        squares = [self.squares[i] for i in used]
-        if self.fourths and not self._unit:
-            self._unit = _power_of_two_near_rms(values)
-        fourths = [self.fourths[i] for i in used] if self._unit else []
-        if values[0].device.type == "cpu":
-            _add_in_chunks(values, squares, fourths, self._unit)
-        else:
-            _add_at_once(values, squares, fourths, self._unit)
+        squares, fourths, factors = [self.squares[i] for i in used], [], []
+        if self.fourths:
+            for i, value in zip(used, values, strict=True):
+                self._units[i] = self._units[i] or _power_of_two_near_rms(value)
+            fourths = [self.fourths[i] for i in used]
+            factors = [self._units[i] ** -2 if self._units[i] else 0.0 for i in used]
+        add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
+        add(values, squares, fourths, factors)
 
     def end_batch(self) -> None:
         """Nothing to do: entries know no batches."""
 
     def noise(self, factor: float) -> list[Tensor]:
         """√(factor Σ g⁴): the standard error of each Σ g², zero where nothing was kept."""
-        if not self._unit:
+        if not self.fourths:
             return [torch.zeros_like(square) for square in self.squares]
-        return [self._unit**2 * (factor * fourth).sqrt() for fourth in self.fourths]
+        pairs = zip(self._units, self.fourths, strict=True)
+        return [unit**2 * (factor * fourth).sqrt() for unit, fourth in pairs]
 
 
 class TraceSums:
@@ -88,24 +89,24 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
-def _power_of_two_near_rms(values: Sequence[Tensor]) -> float:
-    """A unit for fourth powers; 0 while all gradients are zero."""
-    total = sum(float(norm) ** 2 for norm in torch._foreach_norm(list(values)))
-    rms = math.sqrt(total / sum(value.numel() for value in values))
+def _power_of_two_near_rms(value: Tensor) -> float:
+    """A unit for fourth powers; 0 while the gradient is zero."""
+    rms = float(torch.linalg.vector_norm(value)) / math.sqrt(value.numel())
     return 2.0 ** round(math.log2(rms)) if 0 < rms < math.inf else 0.0
 
 
-def _add_at_once(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], unit: float) -> None:
+def _add_at_once(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float]) -> None:
     """A few kernel launches for all parameters together."""
     if not fourths:
         torch._foreach_addcmul_(squares, values, values)
         return
     products = torch._foreach_mul(values, values)
     torch._foreach_add_(squares, products)
-    torch._foreach_addcmul_(fourths, products, products, value=unit**-4)
+    torch._foreach_mul_(products, factors)
+    torch._foreach_addcmul_(fourths, products, products)
 
 
-def _add_in_chunks(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], unit: float) -> None:
+def _add_in_chunks(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float]) -> None:
     """The same by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
     for i, value in enumerate(values):
         pieces = [value.reshape(-1), squares[i].view(-1), *([fourths[i].view(-1)] if fourths else [])]
@@ -113,6 +114,7 @@ def _add_in_chunks(values: list[Tensor], squares: list[Tensor], fourths: list[Te
             if fourth:
                 product = g * g
                 square.add_(product)
-                fourth[0].addcmul_(product, product, value=unit**-4)
+                product.mul_(factors[i])
+                fourth[0].addcmul_(product, product)
             else:
                 square.addcmul_(g, g)

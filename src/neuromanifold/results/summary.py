@@ -31,7 +31,7 @@ def components(names: list[str]) -> dict[str, list[str]]:
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(".".join(name.split(".")[:-1][:depth]) or name, []).append(name)
-        if best and (len(groups) > _ROWS or len(groups) == len(best)):
+        if best and len(groups) > _ROWS:
             break
         best = groups
     return best

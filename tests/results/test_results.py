@@ -1,0 +1,170 @@
+"""Results as values: they print, add, filter, compare, and survive a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import neuromanifold as nm
+from neuromanifold.results.summary import components
+from tests.run.test_contract import MODEL, X, Y, batches, network
+
+RESULT = nm.fisher_diagonal(MODEL, batches(16), seed=1)
+TRACE = nm.fisher_trace(MODEL, batches(16), seed=1)
+
+
+def test_it_is_a_mapping_of_the_parameters_shapes() -> None:
+    assert list(RESULT) == [name for name, _ in MODEL.named_parameters()]
+    assert len(RESULT) == 4
+    for name, parameter in MODEL.named_parameters():
+        assert RESULT[name].shape == RESULT.stderr[name].shape == parameter.shape
+    with pytest.raises(KeyError):
+        RESULT["nothing"]
+
+
+def test_it_prints_as_a_table() -> None:
+    lines = str(RESULT).splitlines()
+    assert lines[0] == "DiagonalFisher (mean)"
+    assert lines[1].split() == ["component", "parameters", "zero", "mean", "median", ">", "0", "p95", "rel.", "s.e."]
+    rows = {line.split()[0]: line.split() for line in lines[3:6]}
+    weights = torch.cat([RESULT["2.weight"].flatten(), RESULT["2.bias"].flatten()])
+    assert rows["2"][1:5] == ["27", "0.0", "%", f"{weights.mean():.3g}"]
+    assert rows["2"][5] == f"{weights.median():.3g}"
+    assert rows["2"][6] == f"{weights.quantile(0.95):.3g}"
+    assert "64 samples, 4 batches, 4 passes" in lines[-1]
+    assert "Hutchinson(probes=1" in lines[-1]
+    assert "unbiased" in lines[-1]
+
+
+def test_components_go_as_deep_as_stays_readable() -> None:
+    names = [f"encoder.layer.{i}.{part}.weight" for i in range(12) for part in ("query", "key", "value")] + [
+        "head.bias"
+    ]
+    groups = components(names)
+    assert len(groups) == 13
+    assert list(groups)[:2] == ["encoder.layer.0", "encoder.layer.1"]
+    assert sum(map(len, groups.values())) == len(names)
+    assert components(["weight", "bias"]) == {"weight": ["weight"], "bias": ["bias"]}
+
+
+def test_zeros_and_empty_parameters_print() -> None:
+    model = nn.Module()
+    model.used, model.unused, model.empty = nn.Linear(4, 2), nn.Linear(2, 2), nn.Parameter(torch.zeros(0))
+    model.forward = lambda x: model.used(x)
+    text = str(nm.fisher_diagonal(model, [X.float()]))
+    assert "100.0 %" in text
+
+
+def test_filter_to_and_compare() -> None:
+    assert list(RESULT.filter("*.bias")) == ["0.bias", "2.bias"]
+    assert RESULT.to(torch.float32)["0.weight"].dtype == torch.float32
+    with pytest.raises(ValueError, match="`patterns`"):
+        RESULT.filter("encoder.*")
+    same = RESULT.compare(RESULT)
+    assert (same.relmae, same.mae, same.mean_ratio) == (0, 0, 1)
+    assert same.cosine == pytest.approx(1)
+    assert same.rank_correlation == pytest.approx(1)
+    doubled = {name: 2 * value for name, value in RESULT.items()}
+    assert RESULT.compare(doubled).relmae == pytest.approx(0.5)
+    assert RESULT.compare(doubled).mean_ratio == pytest.approx(0.5)
+    assert "RelMAE 0.5" in str(RESULT.compare(doubled))
+    with pytest.raises(ValueError, match=r"`other`.*same parameters"):
+        RESULT.compare({"0.weight": RESULT["0.weight"]})
+
+
+def test_rank_correlation_shares_ranks_among_ties() -> None:
+    a, b = {"w": torch.tensor([1.0, 2.0, 2.0, 5.0])}, {"w": torch.tensor([3.0, 1.0, 4.0, 4.0])}
+    ranks = torch.tensor([[1.0, 2.5, 2.5, 4.0], [2.0, 1.0, 3.5, 3.5]])
+    from neuromanifold.results.comparison import compare
+
+    assert compare(a, b, 1e-12).rank_correlation == pytest.approx(float(torch.corrcoef(ranks)[0, 1]))
+
+
+def test_only_like_adds_to_like() -> None:
+    with pytest.raises(ValueError, match="estimator"):
+        RESULT + nm.fisher_diagonal(MODEL, batches(16), nm.MonteCarlo())
+    with pytest.raises(ValueError, match="same parameters"):
+        RESULT + RESULT.filter("0.*")
+    with pytest.raises(TypeError):
+        RESULT + 1
+    total = TRACE + TRACE
+    assert total.count == 128
+    assert float(total) == pytest.approx(float(TRACE))
+    assert total.stderr == pytest.approx(TRACE.stderr / 2**0.5)
+
+
+def test_a_file_keeps_everything(tmp_path: Path) -> None:
+    RESULT.sum.save(tmp_path / "fisher.safetensors")
+    loaded = nm.load(tmp_path / "fisher.safetensors")
+    assert isinstance(loaded, nm.DiagonalFisher)
+    assert loaded.provenance == RESULT.provenance
+    assert (loaded.count, loaded.positions, loaded.reduction) == (64, 64, "sum")
+    for name in RESULT:
+        assert torch.equal(loaded.mean[name], RESULT[name])
+        assert torch.equal(loaded.mean.stderr[name], RESULT.stderr[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["fisher.safetensors"]
+    TRACE.save(tmp_path / "trace.json")
+    assert nm.load(tmp_path / "trace.json") == TRACE
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+def test_damaged_foreign_and_future_files_get_a_clear_error(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"result.{suffix}"
+    with pytest.raises(FileNotFoundError, match="No file"):
+        nm.load(path)
+    (TRACE if suffix == "json" else RESULT).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(nm.FileError, match="damaged"):
+        nm.load(path)
+    if suffix == "json":
+        path.write_text(json.dumps({"some": "thing"}))
+    else:
+        save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(nm.FileError, match="not written by neuromanifold"):
+        nm.load(path)
+    head = {"format": "neuromanifold", "version": "99", "kind": "diagonal"}
+    if suffix == "json":
+        path.write_text(json.dumps(head))
+    else:
+        save_file({"weight": torch.zeros(2)}, path, metadata=head)
+    with pytest.raises(nm.FileError, match=r"version 99.*later neuromanifold"):
+        nm.load(path)
+    head["version"] = "1"
+    if suffix == "json":
+        path.write_text(json.dumps(head))
+    else:
+        save_file({"weight": torch.zeros(2)}, path, metadata=head)
+    with pytest.raises(nm.FileError, match="damaged"):
+        nm.load(path)
+
+
+def test_nothing_is_lost_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "fisher.safetensors"
+    RESULT.save(path)
+    before = path.read_bytes()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("neuromanifold.results.files.save_file", fail)
+    with pytest.raises(OSError, match="No space"):
+        RESULT.save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(FileNotFoundError, match="No folder"):
+        RESULT.save(tmp_path / "missing" / "fisher.safetensors")
+
+
+def test_small_gradients_keep_their_error_bars() -> None:
+    """g⁴ of a gradient of 1e-12 is zero in float32; the standard error must not be."""
+    model = network().float()
+    with torch.no_grad():
+        model[2].weight.mul_(1e-10)
+    result = nm.fisher_diagonal(model, [(X.float(), Y)], nm.Hutchinson())
+    reference = nm.fisher_diagonal(model.double(), [(X, Y)], nm.Hutchinson())
+    assert (result["0.weight"] > 0).all()
+    ratio = result.stderr["0.weight"] / result["0.weight"]
+    torch.testing.assert_close(ratio.double(), reference.stderr["0.weight"] / reference["0.weight"], rtol=1e-3, atol=0)
