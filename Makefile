@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-all check bench docs figures clean
 
-demo: .venv/installed-demo  ## the core space of a classifier: a table, and a picture in demo/
+demo: .venv/installed-demo  ## every estimator on a small network, trained on the spot: a table, and a picture in demo/
 	$(BIN)/neuromanifold demo --out demo
 
 test: check  ## style, types, tests: what CI runs
@@ -31,7 +31,7 @@ clean:
 	rm -rf .venv docs/_build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One virtual environment; a stamp for each set of extras that has been installed into it.
-.venv/installed-demo: EXTRAS := cli,plots
+.venv/installed-demo: EXTRAS := demo
 .venv/installed-test: EXTRAS := test
 .venv/installed-docs: EXTRAS := docs
 

@@ -1,29 +1,59 @@
-"""The command line as a user meets it."""
+"""The command line as a user meets it, and its demo."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import neuromanifold
 from neuromanifold.cli import main
 from neuromanifold.cli.app import app
+from neuromanifold.experiments.comparison import ESTIMATORS
 
 
-def test_demo_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "pictures"), "--classes", "5"])
+def test_demo_prints_a_table_draws_a_picture_and_saves_the_result(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new"), "--samples", "20"])
     assert result.exit_code == 0, result.output
-    assert "Theorem 1" in result.output
-    assert "1000" in result.output
-    assert (tmp_path / "pictures" / "core-space.png").stat().st_size > 5000
+    assert torch.get_num_threads() == threads
+    lines = result.output.splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+    for name in ("Exact()", *ESTIMATORS):
+        assert sum(line.split("  ")[0].startswith(name) for line in lines) == 1, name
+    assert "…" not in result.output  # nothing was cut off
+    assert (tmp_path / "new" / "fisher-histograms.png").stat().st_size > 5000
+    saved = neuromanifold.load(tmp_path / "new" / "fisher.safetensors")
+    assert isinstance(saved, neuromanifold.DiagonalFisher)
+    assert saved.count == 20
+    assert "deflate=1" in saved.provenance.estimator
 
 
-def test_demo_refuses_too_few_classes() -> None:
-    result = CliRunner().invoke(app, ["demo", "--classes", "3"])
+@pytest.mark.parametrize("samples", ["0", "1409"])
+def test_demo_refuses_impossible_numbers_of_samples(samples: str) -> None:
+    result = CliRunner().invoke(app, ["demo", "--samples", samples])
     assert result.exit_code == 2
-    assert "--classes" in result.output
+    assert "--samples" in result.output
+
+
+def test_without_scikit_learn_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new")])
+    assert result.exit_code == 1
+    assert "pip install 'neuromanifold[demo]'" in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_matplotlib_the_table_is_printed_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new"), "--samples", "2"])
+    assert result.exit_code == 1
+    assert "RelMAE" in result.output
+    assert "neuromanifold[demo]" in result.output
+    assert not (tmp_path / "new").exists()
 
 
 def test_version_and_module() -> None:
@@ -37,13 +67,3 @@ def test_without_typer_the_command_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "neuromanifold.cli.app")
     with pytest.raises(SystemExit, match=r"pip install 'neuromanifold\[cli,plots\]'"):
         main()
-
-
-def test_without_matplotlib_the_table_is_printed_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "pictures")])
-    assert result.exit_code == 1
-    assert "Theorem 1" in result.output
-    assert "neuromanifold[plots]" in result.output
-    assert not (tmp_path / "pictures").exists()

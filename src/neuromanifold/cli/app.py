@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 import neuromanifold
+from neuromanifold.cli.core_space import core_space
 from neuromanifold.cli.demo import demo
 
 app = typer.Typer(name="neuromanifold", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
+app.command()(core_space)
 
 
 def _print_version(wanted: bool) -> None:

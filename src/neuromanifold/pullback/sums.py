@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
-_CHUNK = 2**15
+_CHUNK = 2**18
 
 
 class GradientSums(Protocol):
@@ -44,14 +44,15 @@ class DiagonalSums:
         values = [g.to(self.squares[i].dtype) for i in used if (g := gradients[i]) is not None]
         if scale != 1.0:
             values = list(torch._foreach_mul(values, 1 / scale))
-        squares, fourths, factors = [self.squares[i] for i in used], [], []
-        if self.fourths:
-            for i, value in zip(used, values, strict=True):
-                self._units[i] = self._units[i] or _power_of_two_near_rms(value)
-            fourths = [self.fourths[i] for i in used]
-            factors = [self._units[i] ** -2 if self._units[i] else 0.0 for i in used]
+        squares = [self.squares[i] for i in used]
+        if not self.fourths:
+            torch._foreach_addcmul_(squares, values, values)
+            return
+        for i, value in zip(used, values, strict=True):
+            self._units[i] = self._units[i] or _power_of_two_near_rms(value)
+        factors = [self._units[i] ** -2 if self._units[i] else 0.0 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
-        add(values, squares, fourths, factors)
+        add(values, squares, [self.fourths[i] for i in used], factors)
 
     def end_batch(self) -> None:
         """Nothing to do: entries know no batches."""
@@ -97,9 +98,6 @@ def _power_of_two_near_rms(value: Tensor) -> float:
 
 def _add_at_once(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float]) -> None:
     """A few kernel launches for all parameters together."""
-    if not fourths:
-        torch._foreach_addcmul_(squares, values, values)
-        return
     products = torch._foreach_mul(values, values)
     torch._foreach_add_(squares, products)
     torch._foreach_mul_(products, factors)
@@ -109,12 +107,9 @@ def _add_at_once(values: list[Tensor], squares: list[Tensor], fourths: list[Tens
 def _add_in_chunks(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float]) -> None:
     """The same by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
     for i, value in enumerate(values):
-        pieces = [value.reshape(-1), squares[i].view(-1), *([fourths[i].view(-1)] if fourths else [])]
-        for g, square, *fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
-            if fourth:
-                product = g * g
-                square.add_(product)
-                product.mul_(factors[i])
-                fourth[0].addcmul_(product, product)
-            else:
-                square.addcmul_(g, g)
+        pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
+        for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
+            product = g * g
+            square.add_(product)
+            product.mul_(factors[i])
+            fourth.addcmul_(product, product)

@@ -1,0 +1,85 @@
+"""What each estimator costs, as a ratio to a plain forward and backward pass over the same batch.
+
+    python benchmarks/estimators.py [--device cuda] [--repeats 9] [--only MLP]
+
+All of them take turns in one run; medians over runs of four batches.  "Plain" is forward and backward of the mean
+cross-entropy into .grad, what a training step does before its optimizer.  An estimate also squares the gradients and
+adds squares and fourth powers; the trace only adds up ‖g‖².
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from common import interleaved_medians, keep, setting, table
+from models import CASES, Case
+from torch import Tensor, nn
+
+import neuromanifold as nm
+
+ESTIMATORS = {
+    "𝔽": nm.Hutchinson(),
+    "𝔽 DG": nm.Hutchinson(core=nm.Upper()),
+    "𝔽 LR(1)": nm.Hutchinson(core=nm.Lower(1)),
+    "𝔽 LR(2)": nm.Hutchinson(core=nm.Lower(2)),
+    "𝔽 deflated": nm.Hutchinson(deflate=1),
+    "Monte Carlo": nm.MonteCarlo(),
+    "squared batch gradient": nm.SquaredBatchGradient(),
+}
+CLASSES = (2, 10, 100, 1000)
+BATCHES = 4
+
+
+def to(batch: object, device: torch.device) -> object:
+    return {key: value.to(device) for key, value in batch.items()} if isinstance(batch, Mapping) else batch.to(device)
+
+
+def plain(case: Case, labels: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        for _ in range(BATCHES):
+            case.model.zero_grad(set_to_none=True)
+            output = case.model(**case.batch) if isinstance(case.batch, dict) else case.model(case.batch)
+            logits = output.logits if hasattr(output, "logits") else output
+            nn.functional.cross_entropy(logits, labels).backward()
+
+    return step
+
+
+def measure(name: str, classes: int, device: torch.device, repeats: int) -> list[str]:
+    torch.manual_seed(0)
+    case = CASES[name](classes)
+    case = Case(case.model.to(device).eval(), to(case.batch, device), case.samples)
+    labels = torch.randint(0, classes, (case.samples,), device=device)
+    batch = {**case.batch, "labels": labels} if isinstance(case.batch, dict) else (case.batch, labels)
+    functions = {"plain": plain(case, labels)}
+    for key, estimator in ESTIMATORS.items():
+        functions[key] = lambda estimator=estimator: nm.fisher_diagonal(case.model, [batch] * BATCHES, estimator)
+    functions["trace, 𝔽"] = lambda: nm.fisher_trace(case.model, [batch] * BATCHES, nm.Hutchinson())
+    seconds = interleaved_medians(functions, repeats, device)
+    ratios = [f"{seconds[key] / seconds['plain']:.2f}" for key in functions if key != "plain"]
+    return [name, str(classes), f"{1000 * seconds['plain'] / BATCHES:.1f}", *ratios]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--repeats", default=9, type=int)
+    parser.add_argument("--only", choices=list(CASES), help="one network instead of all")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in [options.only] if options.only else CASES:
+        for classes in CLASSES:
+            rows.append(measure(name, classes, options.device, options.repeats))
+            print(" ".join(rows[-1]), flush=True)
+    header = ["network", "classes", "plain, ms/batch", *ESTIMATORS, "trace, 𝔽"]
+    title = "# One backward pass: time over plain forward + backward"
+    head = setting(f"python benchmarks/estimators.py --device {options.device}", options.device)
+    keep(f"estimators-{options.device.type}", "\n\n".join([title, head, table(header, rows)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Experiments: the paper's table and figures, on models and data that anyone has."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Report = Callable[[str, int, int], None]
+"""Is told what is being done, how many steps of it are done, and how many there are."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread meanwhile.
+
+    Operations as small as those of a demo gain next to nothing from a second thread, and take up to a hundred times as
+    long with it where something else keeps the cores busy, since the threads wait for each other.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
