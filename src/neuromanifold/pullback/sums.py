@@ -76,8 +76,8 @@ class TraceSums:
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """Add ‖g/scale‖²."""
         used = [g.float() if g.dtype.itemsize < 4 else g for g in gradients if g is not None and g.numel()]
-        norms = torch._foreach_norm(used) if used else []
-        self._passes.append(sum((float(norm) / scale) ** 2 for norm in norms))
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(used)]) if used else torch.zeros(1)
+        self._passes.append(float(norms.square().sum()) / scale**2)
 
     def end_batch(self) -> None:
         """Close the list of this batch's passes."""

@@ -82,7 +82,7 @@ def read_outputs(
     mask = batch.kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and logits.ndim > 2 and mask.shape == positions:
         valid = mask.bool() if valid is None else valid & mask.bool()
-    return Outputs(logits, labels, None if valid is None or bool(valid.all()) else valid)
+    return Outputs(logits, labels, valid)
 
 
 def model_device(model: nn.Module) -> torch.device:

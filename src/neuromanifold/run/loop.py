@@ -134,27 +134,41 @@ def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
 
 def _cotangents(outputs: Outputs, settings: Settings, generator: torch.Generator, number: int) -> Iterator[Tensor]:
     """One cotangent of the logits' shape for each backward pass."""
-    logits, where, estimator = outputs.logits.detach(), outputs.valid, settings.estimator
-    if where is None:
-        where = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    labels = outputs.labels[where] if estimator.needs_labels and outputs.labels is not None else None
+    estimator, shape = settings.estimator, outputs.logits.shape
+    logits, labels, valid = outputs.logits.detach(), outputs.labels if estimator.needs_labels else None, outputs.valid
+    if valid is None or logits.ndim == 2:  # every row; those that do not count get a zero, without waiting for a GPU
+        rows = logits.reshape(-1, shape[-1])
+        rows = rows if valid is None else torch.where(valid[:, None], rows, 0.0)
+        labels = None if labels is None else labels.reshape(len(rows), *labels.shape[len(shape) - 1 :])
+    else:  # only the positions that count: padding may be most of them
+        rows, labels = logits[valid], None if labels is None else labels[valid]
     try:
-        core = settings.likelihood(logits[where])
-        for columns in estimator.cotangents(core, labels, generator):
-            cotangent = columns.new_zeros(logits.shape)
-            cotangent[where] = columns
+        for columns in estimator.cotangents(settings.likelihood(rows), labels, generator):
+            cotangent = _spread(columns, shape, valid)
             by_sample = settings.granularity == "sample"
-            yield from _one_by_one(cotangent, where, estimator) if by_sample else [cotangent]
+            yield from _one_by_one(cotangent, valid, estimator) if by_sample else [cotangent]
     except (TypeError, ValueError) as error:
         raise type(error)(f"Batch {number} of `data`: {error}") from error
 
 
-def _one_by_one(cotangent: Tensor, where: Tensor, estimator: Estimator) -> Iterator[Tensor]:
+def _spread(columns: Tensor, shape: torch.Size, valid: Tensor | None) -> Tensor:
+    """Put cotangents of the positions that count into a tensor of the logits' shape, zero elsewhere."""
+    if valid is None:
+        return columns.view(shape)
+    if len(shape) == 2:
+        return torch.where(valid[:, None], columns, 0.0)
+    cotangent = columns.new_zeros(shape)
+    cotangent[valid] = columns
+    return cotangent
+
+
+def _one_by_one(cotangent: Tensor, valid: Tensor | None, estimator: Estimator) -> Iterator[Tensor]:
     """The cotangent restricted to one sample, or to one position where columns of positions must not be added."""
     single = isinstance(estimator, Exact)
-    flat = cotangent.flatten(0, -2) if single else cotangent.flatten(1)
-    count = where.flatten() if single else where.flatten(1).any(-1) if where.ndim > 1 else where
-    for i in count.nonzero()[:, 0].tolist():
+    flat = cotangent.flatten(0, -2) if single else cotangent
+    counts = torch.ones_like(cotangent[..., 0], dtype=torch.bool) if valid is None else valid
+    counts = counts.flatten() if single else counts.reshape(len(counts), -1).any(-1)
+    for i in counts.nonzero()[:, 0].tolist():
         one = torch.zeros_like(flat)
         one[i] = flat[i]
         yield one.view(cotangent.shape)
