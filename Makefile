@@ -20,11 +20,12 @@ check: .venv/installed-test
 
 bench: .venv/installed-test  ## ratios measured side by side, printed and kept in benchmarks/results/
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/estimators.py
 
 docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure made anew
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-figures: .venv/installed-demo  ## the picture of the README
+figures: .venv/installed-demo  ## docs/images/fisher-histograms.png, which the README shows
 	$(BIN)/python docs/figures.py
 
 clean:

@@ -32,27 +32,30 @@ class Block(nn.Module):
         return (y + self.skip(x)).relu()
 
 
-def mlp(classes: int) -> Case:
-    """784-1024-1024-C, a batch of 256."""
+def mlp(classes: int, large: bool) -> Case:
+    """784-1024-1024-C, a batch of 256 (large: 8192)."""
+    samples = 8192 if large else 256
     layers = (nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, classes))
-    return Case(nn.Sequential(*layers), torch.randn(256, 784), 256)
+    return Case(nn.Sequential(*layers), torch.randn(samples, 784), samples)
 
 
-def resnet(classes: int) -> Case:
-    """ResNet-18-like at 64x64, a batch of 16."""
+def resnet(classes: int, large: bool) -> Case:
+    """ResNet-18-like at 64x64, a batch of 16 (large: 512)."""
+    samples = 512 if large else 16
     blocks = [Block(a, b, s) for a, b, s in ((64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1))]
     blocks += [Block(a, b, s) for a, b, s in ((128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1))]
     stem = (nn.Conv2d(3, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
-    return Case(nn.Sequential(*stem, *blocks, *head), torch.randn(16, 3, 64, 64), 16)
+    return Case(nn.Sequential(*stem, *blocks, *head), torch.randn(samples, 3, 64, 64), samples)
 
 
-def distilbert(classes: int) -> Case:
-    """DistilBERT (66 M parameters), a batch of 8 sequences of 64 tokens."""
+def distilbert(classes: int, large: bool) -> Case:
+    """DistilBERT (66 M parameters), a batch of 8 sequences of 64 tokens (large: 64 of 128)."""
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     model = DistilBertForSequenceClassification(DistilBertConfig(num_labels=classes))
-    return Case(model, {"input_ids": torch.randint(0, 30000, (8, 64))}, 8)
+    samples, tokens = (64, 128) if large else (8, 64)
+    return Case(model, {"input_ids": torch.randint(0, 30000, (samples, tokens))}, samples)
 
 
 CASES = {"MLP": mlp, "ResNet-18-like": resnet, "DistilBERT": distilbert}

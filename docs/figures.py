@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
-from neuromanifold.reports.core_space import core_path, plot_core_path, save_figure
+from neuromanifold.experiments.comparison import compare_estimators
+from neuromanifold.experiments.digits import train_digits
+from neuromanifold.reports.core_space import save_figure
+from neuromanifold.reports.histograms import histograms, plot_histograms
+
+IMAGES = Path(__file__).parent / "images"
+SHOWN = "Hutchinson(deflate=1)"
 
 if __name__ == "__main__":
-    print(save_figure(plot_core_path(core_path()), Path(__file__).parent / "images" / "core-space.png"))
+    trained = train_digits(1024)
+    comparison = compare_estimators(trained.model, trained.batches)
+    exact, estimate = comparison.exact, comparison.estimates[SHOWN]
+    figure = plot_histograms(histograms(exact, span=estimate), histograms(estimate, span=exact), "exact", SHOWN)
+    print(save_figure(figure, IMAGES / "fisher-histograms.png"))

@@ -1,5 +1,6 @@
 """The metric tensor of a neural network, its Fisher information, with known accuracy."""
 
+from neuromanifold.bounds import batches_needed
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian, Spectrum
 from neuromanifold.estimators import (
     Empirical,
@@ -41,6 +42,8 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "SlowPathWarning",
     "fisher_diagonal",
     "fisher_trace",
+    # before the run
+    "batches_needed",
     # results
     "Comparison",
     "DiagonalFisher",

@@ -9,7 +9,7 @@ by the remark on minibatches in section 4 of the paper, *if the batches contribu
 sample counts as a batch.  It holds for Hutchinson's estimate in all its forms; labels drawn from the model have no such
 bound.  And it is about one entry at a time: the worst of a million entries is off by more.
 
-`method` says what else is assumed, in order to turn a standard deviation into a confidence:
+`method` says what else is assumed, in order to turn a standard deviation into a confidence::
 
     "chi2"        each gradient before squaring is normal, so n·F̂/F ~ χ²_n.  Exact for Gaussian noise; very
                   good for Rademacher noise on a batch of many samples.  Right for small n too, where F̂ is skewed.

@@ -21,7 +21,7 @@ class RunningFisher:
     """An exponential moving average of batch-wise estimates, F̄ <- decay·F̄ + (1 - decay)·(Σ_passes g²)/B.
 
     Call `step(logits)` inside the training loop, after the forward pass and before the loss's backward: it sends one
-    cotangent through the graph that is there anyway and leaves .grad and the graph alone.
+    cotangent through the graph that is there anyway and leaves .grad and the graph alone::
 
         running = nm.RunningFisher(model, decay=0.99)
         for inputs, labels in loader:
