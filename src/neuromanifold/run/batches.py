@@ -41,9 +41,9 @@ class Outputs(NamedTuple):
         return self.logits.shape[0]
 
     @property
-    def positions(self) -> int:
-        """How many output distributions count: samples, or tokens, or pixels."""
-        return self.logits[..., 0].numel() if self.valid is None else int(self.valid.sum())
+    def positions(self) -> int | Tensor:
+        """How many output distributions count: samples, or tokens, or pixels.  A tensor is not waited for."""
+        return self.logits[..., 0].numel() if self.valid is None else self.valid.sum()
 
 
 def read_batch(item: object, number: int) -> Batch:

@@ -26,6 +26,7 @@ from neuromanifold.pullback.sums import GradientSums
 from neuromanifold.run.batches import Outputs, model_device, read_batch, read_outputs
 from neuromanifold.run.progress import tracked
 from neuromanifold.run.unchanged import unchanged
+from neuromanifold.run.validation import LateValidation
 
 Granularity = Literal["auto", "batch", "sample"]
 
@@ -69,7 +70,8 @@ def run(
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason."""
     device, pullback, counts = model_device(model), BatchPullback(list(parameters.values())), Counts()
-    generator = torch.Generator(device).manual_seed(settings.seed)
+    generator, validation = torch.Generator(device).manual_seed(settings.seed), LateValidation(settings.likelihood)
+    positions: int | Tensor = 0
     with unchanged(model):
         for item in tracked(data, settings.progress, "Fisher information"):
             batch = read_batch(item, counts.batches).to(device)
@@ -79,17 +81,19 @@ def run(
                 output, batch, settings.class_dim, settings.ignore_index, takes_indices, counts.batches
             )
             _check(outputs, settings.estimator, counts.batches)
-            for cotangent, last in _with_last(_cotangents(outputs, settings, generator, counts.batches)):
+            for cotangent, last in _with_last(_cotangents(outputs, settings, generator, validation, counts.batches)):
                 sums.add(*pullback(outputs.logits, cotangent, keep_graph=not last))
                 counts.passes += 1
             sums.end_batch()
             counts.samples += outputs.samples
-            counts.positions += outputs.positions
+            positions = positions + outputs.positions
             counts.batches += 1
             counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
             counts.stopped = enough(counts) if enough else ""
             if counts.stopped:
                 break
+    validation.finish()
+    counts.positions = int(positions)
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader."
         raise ValueError(message("data", "an iterable with at least one sample", f"{counts.batches} batches", advice))
@@ -132,7 +136,9 @@ def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
         raise ValueError(where + message("labels", f"given for {estimator}", "none", advice))
 
 
-def _cotangents(outputs: Outputs, settings: Settings, generator: torch.Generator, number: int) -> Iterator[Tensor]:
+def _cotangents(
+    outputs: Outputs, settings: Settings, generator: torch.Generator, validation: LateValidation, number: int
+) -> Iterator[Tensor]:
     """One cotangent of the logits' shape for each backward pass."""
     estimator, shape = settings.estimator, outputs.logits.shape
     logits, labels, valid = outputs.logits.detach(), outputs.labels if estimator.needs_labels else None, outputs.valid
@@ -142,8 +148,9 @@ def _cotangents(outputs: Outputs, settings: Settings, generator: torch.Generator
         labels = None if labels is None else labels.reshape(len(rows), *labels.shape[len(shape) - 1 :])
     else:  # only the positions that count: padding may be most of them
         rows, labels = logits[valid], None if labels is None else labels[valid]
+    core = validation.core(rows, number)
     try:
-        for columns in estimator.cotangents(settings.likelihood(rows), labels, generator):
+        for columns in estimator.cotangents(core, labels, generator):
             cotangent = _spread(columns, shape, valid)
             by_sample = settings.granularity == "sample"
             yield from _one_by_one(cotangent, valid, estimator) if by_sample else [cotangent]

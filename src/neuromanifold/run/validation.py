@@ -1,0 +1,49 @@
+"""Looking for NaN without making a GPU wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
+
+
+class LateValidation:
+    """Makes a core from outputs; on a GPU the search for NaN is looked at one batch later.
+
+    Reading a value back stops the queue: the backward pass would not be launched before the forward pass has run.  So
+    on a GPU the answer for a batch is read when the next batch has been queued, and `finish` reads the last one.  An
+    error names its batch all the same, and no result has been given out by then.
+    """
+
+    def __init__(self, likelihood: Callable[[Tensor], Core]) -> None:
+        self.likelihood = likelihood
+        self._waiting: tuple[Tensor, Tensor, int] | None = None
+
+    def core(self, rows: Tensor, number: int) -> Core:
+        """The core of these outputs, of batch `number`."""
+        if rows.device.type == "cpu" or self.likelihood not in (Categorical, Bernoulli, Gaussian):
+            return _named(number, lambda: self.likelihood(rows))
+        before, self._waiting = self._waiting, (torch.isfinite(rows.float().sum()), rows, number)
+        core = _named(number, lambda: self.likelihood(rows, validate=False))  # type: ignore[call-arg]
+        self._look_at(before)
+        return core
+
+    def finish(self) -> None:
+        """Read what is still open."""
+        before, self._waiting = self._waiting, None
+        self._look_at(before)
+
+    def _look_at(self, batch: tuple[Tensor, Tensor, int] | None) -> None:
+        if batch is not None and not bool(batch[0]):
+            _named(batch[2], lambda: self.likelihood(batch[1]))
+
+
+def _named(number: int, make: Callable[[], Core]) -> Core:
+    """Put the batch's number in front of an error."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Batch {number} of `data`: {error}") from error
