@@ -4,12 +4,13 @@ import neuromanifold
 
 project = "neuromanifold"
 author = "The neuromanifold authors"
+copyright = "2026, The neuromanifold authors"
 release = version = neuromanifold.__version__
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",
     "matplotlib.sphinxext.plot_directive",
 ]
 myst_enable_extensions = ["dollarmath", "amsmath"]
