@@ -90,10 +90,35 @@ def test_only_like_adds_to_like() -> None:
         RESULT + RESULT.filter("0.*")
     with pytest.raises(TypeError):
         RESULT + 1
-    total = TRACE + TRACE
+    other = nm.fisher_trace(MODEL, batches(16), seed=2)
+    total = sum([TRACE, other])
     assert total.count == 128
-    assert float(total) == pytest.approx(float(TRACE))
-    assert total.stderr == pytest.approx(TRACE.stderr / 2**0.5)
+    assert float(total) == pytest.approx((float(TRACE) + float(other)) / 2)
+    assert total.stderr == pytest.approx((TRACE.stderr**2 + other.stderr**2) ** 0.5 / 2)
+    assert total.provenance.seeds == [1, 2]
+
+
+def test_results_of_the_same_seed_share_their_noise_and_say_so() -> None:
+    """Two shards with one seed draw the same signs: their errors add, they do not cancel."""
+    halves = [nm.fisher_diagonal(MODEL, [x], seed=0) for x in X.split(32)]
+    with pytest.warns(UserWarning, match=r"same seed.*seed=rank"):
+        both = halves[0] + halves[1]
+    expected = halves[0].sum.stderr["0.weight"] + halves[1].sum.stderr["0.weight"]
+    torch.testing.assert_close(both.sum.stderr["0.weight"], expected)
+    with pytest.warns(UserWarning, match="same seed"):
+        assert (TRACE + TRACE).stderr == pytest.approx(TRACE.stderr)
+    apart = [nm.fisher_diagonal(MODEL, [x], seed=i) for i, x in enumerate(X.split(32))]
+    assert sum(apart).provenance.seeds == [0, 1]
+
+
+def test_views_and_shapes_are_not_mixed_up() -> None:
+    with pytest.raises(ValueError, match="same view"):
+        RESULT.compare(RESULT.sum)
+    with pytest.raises(ValueError, match=r"0\.bias"):
+        RESULT.compare({name: value.reshape(-1, 1) if name == "0.bias" else value for name, value in RESULT.items()})
+    for dtype in (torch.float16, torch.int64):
+        with pytest.raises(ValueError, match="`target`"):
+            RESULT.to(dtype)
 
 
 def test_a_file_keeps_everything(tmp_path: Path) -> None:
@@ -105,9 +130,11 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     for name in RESULT:
         assert torch.equal(loaded.mean[name], RESULT[name])
         assert torch.equal(loaded.mean.stderr[name], RESULT.stderr[name])
+    assert list(loaded) == list(RESULT)  # in the model's order
     assert [path.name for path in tmp_path.iterdir()] == ["fisher.safetensors"]
-    TRACE.save(tmp_path / "trace.json")
-    assert nm.load(tmp_path / "trace.json") == TRACE
+    for name in ("trace.json", "trace.txt"):
+        TRACE.save(tmp_path / name)
+        assert nm.load(tmp_path / name) == TRACE
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "json"])
@@ -156,6 +183,16 @@ def test_nothing_is_lost_when_writing_fails(tmp_path: Path, monkeypatch: pytest.
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     with pytest.raises(FileNotFoundError, match="No folder"):
         RESULT.save(tmp_path / "missing" / "fisher.safetensors")
+
+
+def test_gradients_that_grow_keep_their_error_bars() -> None:
+    """A saturated first batch must not set the unit of the fourth powers for good."""
+    model = nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [0.0]]))
+    data = [torch.tensor([[60.0]]), torch.tensor([[0.5]])]
+    forward, backward = (nm.fisher_diagonal(model, d, nm.Hutchinson(), seed=0) for d in (data, data[::-1]))
+    torch.testing.assert_close(forward.stderr["weight"], backward.stderr["weight"])
 
 
 def test_small_gradients_keep_their_error_bars() -> None:

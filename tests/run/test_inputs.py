@@ -1,12 +1,14 @@
 """What the data may look like, which parameters count, precision, and what goes wrong."""
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import neuromanifold as nm
 from tests.run.networks import PROBLEMS
@@ -74,6 +76,52 @@ def test_ignored_and_masked_positions_do_not_count() -> None:
     assert other.positions == int(valid.sum())
 
 
+def test_ignored_labels_are_respected_by_every_way_to_say_categorical() -> None:
+    """Nor does the mean count samples that do not count."""
+    labels = torch.where(torch.arange(64) < 40, Y, -100)
+    expected = nm.fisher_diagonal(MODEL, [X[:40]], nm.Hutchinson(300))
+    for likelihood in (nm.Categorical, lambda z: nm.Categorical(z), partial(nm.Categorical, validate=False)):
+        result = nm.fisher_diagonal(MODEL, [(X, labels)], nm.Hutchinson(300), likelihood)
+        assert (result.count, result.positions) == (40, 40)
+        assert result.compare(expected).relmae < 0.2
+    assert nm.fisher_diagonal(MODEL, [(X, labels.to(torch.uint8))], ignore_index=156).count == 40
+
+
+def test_labels_that_are_not_used_do_not_matter() -> None:
+    result = nm.fisher_diagonal(MODEL, [(X, Y[:5])], seed=1)
+    assert torch.equal(result["0.weight"], EXPECTED["0.weight"])
+
+
+def test_a_decoder_has_a_mask_of_its_own() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor, **_: Tensor) -> Tensor:  # noqa: ARG002
+            return self.net(x)
+
+    ids, mask = torch.zeros(16, 4), torch.zeros(16, 4)
+    batch = {"x": X.view(16, 4, 4), "attention_mask": mask, "decoder_input_ids": ids}
+    assert nm.fisher_diagonal(Decoder(), [batch]).positions == 64
+    mask = torch.ones(16, 4)
+    mask[:, 2:] = 0
+    assert nm.fisher_diagonal(Decoder(), [{**batch, "decoder_attention_mask": mask}]).positions == 32
+
+
+def test_sparse_gradients_and_data_without_length() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.arange(12) % 5)
+
+    sparse = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    dense = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    dense.load_state_dict(sparse.state_dict())
+    loader = DataLoader(Stream(), batch_size=4)
+    results = [nm.fisher_diagonal(model, loader, progress=True) for model in (sparse, dense)]
+    assert torch.equal(results[0]["0.weight"], results[1]["0.weight"])
+
+
 def test_batches_of_none_and_one() -> None:
     result = nm.fisher_diagonal(MODEL, [X[:0], X[:1], X[1:]], seed=1)
     assert (result.count, result.provenance.batches) == (64, 3)
@@ -82,6 +130,7 @@ def test_batches_of_none_and_one() -> None:
 
 def test_parameters_by_pattern_list_and_predicate() -> None:
     for selection, names in [
+        ((pattern for pattern in ["0.*", "2.bias"]), ["0.weight", "0.bias", "2.bias"]),
         ("2.*", ["2.weight", "2.bias"]),
         (["*.bias", "0.weight"], ["0.weight", "0.bias", "2.bias"]),
         (lambda _, parameter: parameter.ndim == 2, ["0.weight", "2.weight"]),
@@ -129,6 +178,18 @@ def test_float16_gradients_do_not_overflow() -> None:
     assert any((value > 0).any() for value in result.values())
 
 
+def test_float16_inside_a_float32_model_does_not_underflow() -> None:
+    """Logits and parameters are float32; only what autocast does between them is float16."""
+    model = Wrapped(lambda z: z.float())
+    with torch.no_grad():
+        model.net[2].bias[0] = 28  # a confident model: cotangents of 1e-6
+    model.float()
+    reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(32))
+    with torch.autocast("cpu", dtype=torch.float16):
+        result = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(32))
+    assert result.filter("*0.weight").compare(reference.filter("*0.weight")).relmae_positive < 0.1
+
+
 def test_autocast() -> None:
     model = network().float()
     reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64))
@@ -143,6 +204,15 @@ def test_ambient_no_grad_and_inference_mode() -> None:
         with mode():
             result = nm.fisher_diagonal(MODEL, [X], seed=1)
         assert torch.equal(result["0.weight"], EXPECTED["0.weight"])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
 
 
 class Detached(nn.Module):
@@ -164,6 +234,19 @@ BAD = {
     "no data": (fisher(data=[]), ValueError, "`data`.*at least one sample.*generator"),
     "no samples": (fisher(data=[X[:0]]), ValueError, "`data`.*at least one sample"),
     "strange batch": (fisher(data=["text"]), TypeError, "Batch 0 of `data`.*tuple.*got str"),
+    "one tensor": (fisher(data=X), TypeError, r"`data`.*a single batch.*\[batch\]"),
+    "one pair": (fisher(data=(X, Y)), TypeError, "`data`.*a single batch"),
+    "one dict": (fisher(data={"input": X}), TypeError, "`data`.*a single batch"),
+    "a data set": (fisher(data=TensorDataset(X, Y)), TypeError, "`data`.*DataLoader"),
+    "a number": (fisher(data=3), TypeError, "`data`.*iterable.*int"),
+    "loss first": (fisher(model=Wrapped(lambda z: (z.sum(), z))), ValueError, r"`logits`.*shape \[\].*loss"),
+    "lazy": (fisher(model=nn.LazyLinear(3)), ValueError, "`model`.*initialised.*lazy"),
+    "complex": (fisher(model=Complex()), TypeError, "`parameters`.*real.*complex64"),
+    "not a core": (fisher(likelihood=lambda z: z.softmax(-1)), TypeError, "`likelihood`.*Tensor"),
+    "rtol without noise": (fisher(estimator=nm.Exact(), rtol=0.1), ValueError, "`rtol`.*None for Exact"),
+    "all ignored": (fisher(data=[(X, Y * 0 - 100)]), ValueError, "`data`.*Ignored"),
+    "part without parentheses": (lambda: nm.Hutchinson(core=nm.Upper), TypeError, "`core`.*parentheses"),
+    "part by name": (lambda: nm.Exact(core="full"), TypeError, "`core`.*nm.Full"),
     "three in a tuple": (fisher(data=[(X, Y, Y)]), TypeError, "Batch 0 of `data`.*tuple of length 3"),
     "labels in a list": (fisher(data=[(X, Y.tolist())]), TypeError, "`labels`.*a tensor.*list"),
     "no match": (fisher(parameters="encoder.*"), ValueError, "`parameters`.*'encoder.*'.*0.weight"),
@@ -173,7 +256,16 @@ BAD = {
     "all frozen": (fisher(model=network().requires_grad_(False)), ValueError, "`parameters`.*frozen.*requires_grad_"),
     "no labels": (fisher(data=[X], estimator=nm.Empirical()), ValueError, "Batch 0.*`labels`.*Empirical"),
     "label too large": (fisher(data=[(X, Y + 9)], estimator=nm.Empirical()), ValueError, "Batch 0.*between 0 and 2"),
-    "label shape": (fisher(data=[(X, Y[:5])]), ValueError, r"Batch 0.*`labels`.*\[64\].*\[5\]"),
+    "label shape": (
+        fisher(data=[(X, Y[:5])], estimator=nm.Empirical()),
+        ValueError,
+        r"Batch 0.*`labels`.*\[64\].*\[5\]",
+    ),
+    "target shape": (
+        fisher(data=[(X[:3], X[:3, 0])], estimator=nm.Empirical(), likelihood=nm.Gaussian),
+        ValueError,
+        r"`labels`.*\[3, 3\]|`y`",
+    ),
     "estimator class": (fisher(estimator=nm.Hutchinson), TypeError, "`estimator`.*nm.Hutchinson"),
     "estimator name": (fisher(estimator="hutchinson"), TypeError, "`estimator`"),
     "granularity": (fisher(granularity="token"), ValueError, "`granularity`.*'auto'.*'token'"),

@@ -1,9 +1,11 @@
 """Nothing of the model changes: after success, after an error, after Ctrl-C."""
 
 import copy
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,9 @@ class Nosy(nn.Module):
         )
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("missing", None)
+        self.register_buffer("view", self.calls.expand(3))
+        self.mode = "train"
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.norm.eval()  # as people freeze it
         self.fail_at = 10**9
@@ -31,10 +36,20 @@ class Nosy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.replaced = self.replaced + 1
+        self.norm.running_mean.data.add_(1)  # unseen by version counters
+        self.missing = torch.ones(1)
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(1))
         if self.calls > self.fail_at:
             raise KeyboardInterrupt
         torch.rand(3)
+        np.random.rand()  # noqa: NPY002
+        random.random()
         return self.last(self.drop(self.norm(self.first(x)))) * self.frozen
+
+    def train(self, mode: bool = True) -> "Nosy":
+        self.mode = "train" if mode else "eval"  # some layers merge their weights here
+        return super().train(mode)
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -46,7 +61,9 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         "training": [module.training for module in model.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
         "buffers": [id(buffer) for buffer in model.buffers()],
-        "random": torch.random.get_rng_state(),
+        "buffer names": [list(module._buffers) for module in model.modules()],
+        "mode": model.mode,
+        "random": [torch.random.get_rng_state(), random.getstate(), str(np.random.get_state())],  # noqa: NPY002
     }
 
 
@@ -65,6 +82,8 @@ def model() -> Nosy:
         torch.manual_seed(0)
         made = Nosy()
         made(torch.randn(8, 4)).sum().backward()  # so that there are gradients to leave alone
+        del made._buffers["late"]
+        made.missing = None
     return made
 
 

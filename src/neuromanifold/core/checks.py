@@ -5,6 +5,8 @@ Every message has the same four parts: which argument, what was expected, what c
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,9 @@ def same_last_dimension(value: object, argument: str, batch_shape: torch.Size, d
 
 def integer_in_range(value: object, argument: str, least: int, most: int, why: str) -> int:
     """An int in [least, most]; bool and float are refused."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
         raise TypeError(message(argument, "an int", f"{value!r} ({type(value).__name__})"))
+    value = operator.index(value)  # numpy's integers too
     if not least <= value <= most:
         raise ValueError(message(argument, f"between {least} and {most} ({why})", str(value)))
     return value

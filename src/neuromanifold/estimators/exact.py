@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.estimators.base import Estimator
-from neuromanifold.estimators.parts import Full, Part
+from neuromanifold.estimators.parts import Full, Part, check_part
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Exact(Estimator):
 
     centred: ClassVar[bool] = False
     target: ClassVar[str] = "exact"
+
+    def __post_init__(self) -> None:
+        check_part(self.core)
 
     def passes(self, core: Core) -> int:
         """The rank of the factor."""

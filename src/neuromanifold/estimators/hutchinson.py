@@ -14,7 +14,7 @@ from neuromanifold.core import Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
-from neuromanifold.estimators.parts import Full, Mixer, Part
+from neuromanifold.estimators.parts import Full, Mixer, Part, check_part
 
 Noise = Literal["rademacher", "gaussian"]
 
@@ -43,6 +43,7 @@ class Hutchinson(Estimator):
     noise_factor: ClassVar[float] = 2 / 3  # E[g⁴] = 3F² - 2κ and Var(g²) = 2F² - 2κ <= (2/3) E[g⁴], κ >= 0
 
     def __post_init__(self) -> None:
+        check_part(self.core)
         integer_in_range(self.probes, "probes", 1, 10**9, "one backward pass each")
         integer_in_range(self.deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
         if self.noise not in ("rademacher", "gaussian"):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from neuromanifold.core import Core
-from neuromanifold.core.checks import integer_in_range
+from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 
 
@@ -87,3 +87,10 @@ class Lower:
 
 
 Part = Full | Upper | Lower
+
+
+def check_part(core: object) -> None:
+    """The `core` argument of an estimator."""
+    if not isinstance(core, Part):
+        advice = "Mind the parentheses." if isinstance(core, type) else ""
+        raise TypeError(message("core", "nm.Full(), nm.Upper() or nm.Lower(rank)", repr(core), advice))

@@ -7,7 +7,7 @@ cross terms between samples vanish on average.  They do contribute variance: abo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ class BatchPullback:
     two, as large as no gradient overflows, and the caller divides by it in float32.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], half: bool = False) -> None:
+        """`half`: float16 is involved somewhere, even if neither these parameters nor the logits have it."""
         self.parameters = list(parameters)
-        self._half = any(parameter.dtype == torch.float16 for parameter in parameters)
+        self._half = half or any(parameter.dtype == torch.float16 for parameter in parameters)
         self._exponent: int | None = None
 
     def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
@@ -36,17 +37,27 @@ class BatchPullback:
             return self._gradients(logits, cotangent, keep_graph), 1.0
         if self._exponent is None:
             self._exponent = math.floor(math.log2(_LARGEST_HALF / largest))
+        exponent = self._exponent
         while True:
-            scale = 2.0 ** min(self._exponent, math.floor(math.log2(_LARGEST_HALF / largest)))
+            scale = 2.0 ** min(exponent, math.floor(math.log2(_LARGEST_HALF / largest)))
             gradients = self._gradients(logits, cotangent * scale, keep_graph=True)
-            finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
-            if finite or self._exponent < -24:
+            sums = torch.stack([g.float().sum() for g in gradients if g is not None] or [torch.zeros(())])
+            if bool(torch.isfinite(sums).all()):
+                self._exponent = exponent
                 return gradients, scale
-            self._exponent -= 4
+            if exponent < -24:  # not an overflow: the gradient itself is not a number, and the result shows it
+                return gradients, scale
+            exponent -= 4
 
     def _gradients(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> list[Tensor | None]:
-        return list(
-            torch.autograd.grad(
-                logits, self.parameters, cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
-            )
+        gradients = torch.autograd.grad(
+            logits, self.parameters, cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
         )
+        return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
+
+
+def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether float16 is used: by a parameter, or by autocast."""
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    return autocast or any(parameter.dtype == torch.float16 for parameter in parameters)

@@ -34,6 +34,7 @@ class DiagonalSums:
         self.squares = [_zeros_like(parameter) for parameter in parameters]
         self.fourths = [_zeros_like(parameter) for parameter in parameters] if fourth_powers else []
         self._units = [0.0] * len(self.fourths)
+        self._passes = 0
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
@@ -48,11 +49,21 @@ class DiagonalSums:
         if not self.fourths:
             torch._foreach_addcmul_(squares, values, values)
             return
+        self._passes += 1
+        rare = self._passes & (self._passes - 1) == 0  # pass number 1, 2, 4, 8, ...
         for i, value in zip(used, values, strict=True):
-            self._units[i] = self._units[i] or _power_of_two_near_rms(value)
+            if rare or not self._units[i]:
+                self._raise_unit(i, _power_of_two_near_rms(value))
         factors = [self._units[i] ** -2 if self._units[i] else 0.0 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
         add(values, squares, [self.fourths[i] for i in used], factors)
+
+    def _raise_unit(self, i: int, unit: float) -> None:
+        """Take a larger unit if gradients have grown much, so that fourth powers do not overflow."""
+        old = self._units[i]
+        if unit > 16 * old:
+            self.fourths[i].mul_((old / unit) ** 4)
+            self._units[i] = unit
 
     def end_batch(self) -> None:
         """Nothing to do: entries know no batches."""

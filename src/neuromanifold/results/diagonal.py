@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -77,17 +78,25 @@ class DiagonalFisher(Mapping[str, Tensor]):
         if shapes != theirs:
             different = sorted(set(shapes.items()) ^ set(theirs.items()))[0][0]
             raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
+        random = all(any(bool((value > 0).any()) for value in d.noise.values()) for d in (self, other))
+        combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
         return replace(
             self,
             sums={name: value + other.sums[name].to(value) for name, value in self.sums.items()},
-            noise={name: value.hypot(other.noise[name].to(value)) for name, value in self.noise.items()},
+            noise={name: combine(value, other.noise[name].to(value)) for name, value in self.noise.items()},
             count=self.count + other.count,
             positions=self.positions + other.positions,
             provenance=self.provenance.plus(other.provenance),
         )
 
+    def __radd__(self, other: object) -> DiagonalFisher:
+        return self if other == 0 else NotImplemented  # so that sum(...) works
+
     def to(self, target: torch.device | torch.dtype | str) -> DiagonalFisher:
-        """The same on another device or in another floating-point type."""
+        """The same on another device, or in float32, float64 or bfloat16 (sums leave the range of float16)."""
+        if isinstance(target, torch.dtype) and target not in (torch.float32, torch.float64, torch.bfloat16):
+            advice = "Convert single tensors of the mean yourself if you must."
+            raise ValueError(message("target", "a device, float32, float64 or bfloat16", str(target), advice))
         return replace(
             self,
             sums={name: value.to(target) for name, value in self.sums.items()},
@@ -103,6 +112,9 @@ class DiagonalFisher(Mapping[str, Tensor]):
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
         """How far this is from `other`, the reference: RelMAE and friends."""
+        if isinstance(other, DiagonalFisher) and other.reduction != self.reduction:
+            got = f"{other.reduction} against {self.reduction}"
+            raise ValueError(message("other", "in the same view", got, "Use .mean or .sum on both."))
         return compare(self, other, epsilon)
 
     def __str__(self) -> str:
@@ -115,7 +127,8 @@ class DiagonalFisher(Mapping[str, Tensor]):
         tensors = {f"sum/{name}": value for name, value in self.sums.items()}
         tensors |= {f"noise/{name}": value for name, value in self.noise.items()}
         numbers = {"count": str(self.count), "positions": str(self.positions), "reduction": self.reduction}
-        save_tensors(path, tensors, "diagonal", {**numbers, "provenance": self.provenance.to_json()})
+        texts = {"names": json.dumps(list(self.sums)), "provenance": self.provenance.to_json()}
+        save_tensors(path, tensors, "diagonal", {**numbers, **texts})
 
     @property
     def _divisor(self) -> int:
@@ -131,8 +144,8 @@ def load_diagonal(path: str | Path) -> DiagonalFisher:
     """Read what `DiagonalFisher.save` wrote."""
     tensors, head = load_tensors(path)
     try:
-        sums = {name.removeprefix("sum/"): value for name, value in tensors.items() if name.startswith("sum/")}
-        noise = {name: tensors[f"noise/{name}"] for name in sums}
+        names = json.loads(head["names"])  # the file has an order of its own
+        sums, noise = ({name: tensors[f"{kind}/{name}"] for name in names} for kind in ("sum", "noise"))
         provenance = Provenance.from_json(head["provenance"])
         count, positions, reduction = int(head["count"]), int(head["positions"]), check_reduction(head["reduction"])
         return DiagonalFisher(sums, noise, count, positions, provenance, reduction)

@@ -58,6 +58,15 @@ def load_json(path: str | Path) -> dict[str, object]:
     return values
 
 
+def is_json(path: str | Path) -> bool:
+    """Whether a file holds JSON, by its beginning; by its name if there is no such file."""
+    path = Path(path)
+    if not path.is_file():
+        return path.suffix == ".json"
+    with path.open("rb") as file:
+        return file.read(1) == b"{"
+
+
 def _check_head(path: str | Path, head: dict[str, str]) -> None:
     if head.get("format") != FORMAT or not head.get("version", "").isdigit():
         raise FileError(f"{path} was not written by neuromanifold (no '{FORMAT}' mark in it).")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ class Provenance:
     target: str  # what it is right for: "exact", "unbiased", "biased (...)"
     likelihood: str = "Categorical"
     granularity: dict[str, str] = field(default_factory=dict)  # parameter: "batch" or "sample"
-    seed: int = 0
+    seeds: list[int] = field(default_factory=list)
     batches: int = 0
     passes: int = 0  # backward passes altogether
     model: str = ""
@@ -40,10 +42,21 @@ class Provenance:
             self,
             batches=self.batches + other.batches,
             passes=self.passes + other.passes,
+            seeds=sorted({*self.seeds, *other.seeds}),
             data=self.data if self.data == other.data else f"{self.data} + {other.data}",
             stopped=self.stopped or other.stopped,
             parts=self.parts + other.parts,
         )
+
+    def shares_noise_with(self, other: Provenance) -> bool:
+        """Whether the two runs drew the same random numbers: then their errors do not cancel.  Warns if so."""
+        if not set(self.seeds) & set(other.seeds):
+            return False
+        text = (
+            "Both results were made with the same seed, so their noise is the same, too, and their standard errors add."
+        )
+        warnings.warn(text + " Give each part of the data a seed of its own, such as seed=rank.", stacklevel=4)
+        return True
 
     def to_json(self) -> str:
         """As JSON text."""
@@ -51,6 +64,11 @@ class Provenance:
 
     @classmethod
     def from_json(cls, text: str) -> Provenance:
-        """From JSON text; fields that a later version has added are left out."""
+        """From JSON text."""
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Provenance:
+        """From its fields; those that a later version has added are left out."""
         known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+        return cls(**{key: value for key, value in values.items() if key in known})

@@ -44,13 +44,17 @@ class TraceEstimate:
     def __add__(self, other: TraceEstimate) -> TraceEstimate:
         if not isinstance(other, TraceEstimate):
             return NotImplemented
+        shared = self.noise * other.noise > 0 and self.provenance.shares_noise_with(other.provenance)
         return replace(
             self,
             sum=self.sum + other.sum,
-            noise=math.hypot(self.noise, other.noise),
+            noise=self.noise + other.noise if shared else math.hypot(self.noise, other.noise),
             count=self.count + other.count,
             provenance=self.provenance.plus(other.provenance),
         )
+
+    def __radd__(self, other: object) -> TraceEstimate:
+        return self if other == 0 else NotImplemented  # so that sum(...) works
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file, all or nothing."""
@@ -64,7 +68,7 @@ def load_trace(path: str | Path) -> TraceEstimate:
         provenance = values["provenance"]
         assert isinstance(provenance, dict)
         numbers = {key: values[key] for key in ("sum", "noise", "count", "reduction")}
-        return TraceEstimate(**numbers, provenance=Provenance(**provenance))  # type: ignore[arg-type]
+        return TraceEstimate(**numbers, provenance=Provenance.from_dict(provenance))  # type: ignore[arg-type]
     except (KeyError, TypeError, AssertionError) as error:
         raise FileError(f"{path} is not the trace of a Fisher information, or is damaged ({error!r}).") from error
 

@@ -32,13 +32,14 @@ class Outputs(NamedTuple):
     """Logits with the classes last, and which of their positions count."""
 
     logits: Tensor  # [B, ..., C], part of the autograd graph
-    labels: Tensor | None  # [B, ...]
+    labels: Tensor | None  # [B, ...] class labels, or [B, ..., C] targets
     valid: Tensor | None  # [B, ...] bool; None: all
+    labels_fit: bool = True  # whether the labels have one of these shapes
 
     @property
-    def samples(self) -> int:
-        """How many samples the batch has."""
-        return self.logits.shape[0]
+    def samples(self) -> int | Tensor:
+        """How many samples count: those with a position that does.  A tensor is not waited for."""
+        return len(self.logits) if self.valid is None else self.valid.reshape(len(self.valid), -1).any(-1).sum()
 
     @property
     def positions(self) -> int | Tensor:
@@ -63,26 +64,35 @@ def read_batch(item: object, number: int) -> Batch:
     raise TypeError(f"Batch {number} of `data`: " + message("batch", expected, got))
 
 
-def read_outputs(
-    output: object, batch: Batch, class_dim: int, ignore_index: int, takes_indices: bool, number: int
-) -> Outputs:
+def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int) -> Outputs:
     """Find the logits in a model's output, move the classes last, and work out which positions count."""
     logits = _find_logits(output)
-    if not -logits.ndim <= class_dim < logits.ndim or logits.ndim < 2:
-        expected = f"a dimension of the logits, which have shape {list(logits.shape)} [batch, ..., classes]"
+    if logits.ndim < 2:
+        advice = "Is `data` an iterable of batches, and is the model's first output its logits (and not a loss)?"
+        raise ValueError(message("logits", "of shape [batch, ..., classes]", f"shape {list(logits.shape)}", advice))
+    if not -logits.ndim <= class_dim < logits.ndim:
+        expected = f"a dimension of the logits, which have shape {list(logits.shape)}"
         raise ValueError(message("class_dim", expected, str(class_dim)))
     logits = logits.movedim(class_dim, -1)
     positions, labels, valid = logits.shape[:-1], batch.labels, None
-    if labels is not None and takes_indices and not labels.is_floating_point():
-        if labels.shape != positions:
-            where, got = f"Batch {number} of `data`: ", f"shape {list(labels.shape)}"
-            raise ValueError(where + message("labels", f"of shape {list(positions)}, one for each logit vector", got))
+    if labels is not None and labels.shape == positions and logits.shape[-1] == 1:
+        labels = labels[..., None]  # one output and one target a sample, without a dimension for it
+    index = labels is not None and labels.shape == positions and not labels.is_floating_point()
+    if labels is not None and index:
+        labels = labels.long()
         valid = labels != ignore_index
         labels = torch.where(valid, labels, 0)
-    mask = batch.kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and logits.ndim > 2 and mask.shape == positions:
+    mask = _mask(batch.kwargs)
+    if mask is not None and logits.ndim > 2 and mask.shape == positions:
         valid = mask.bool() if valid is None else valid & mask.bool()
-    return Outputs(logits, labels, valid)
+    return Outputs(logits, labels, valid, labels is None or index or labels.shape == logits.shape)
+
+
+def _mask(kwargs: dict[str, Any]) -> Tensor | None:
+    """The attention mask of the outputs: the decoder's where there is one."""
+    decodes = any(key.startswith("decoder_") for key in kwargs)
+    mask = kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+    return mask if isinstance(mask, Tensor) else None
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -41,7 +41,8 @@ def fisher_diagonal(
 
     Args:
         model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
-        data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under "labels".
+        data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under "labels".  A label
+            belongs to the logits at its own position: labels of causal language models have to be shifted first.
         estimator: how; the default `nm.Hutchinson(deflate=1)` is unbiased in one backward pass for each batch.
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
         parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
@@ -51,7 +52,7 @@ def fisher_diagonal(
         rtol: stop once the relative standard error (Σ stderr / Σ F) is that small.
         progress: show a progress bar on standard error.
         class_dim: which dimension of the logits holds the classes.
-        ignore_index: positions with this label do not count.
+        ignore_index: positions with this label do not count, nor samples without any other.
 
     """
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
@@ -110,7 +111,7 @@ def _settings(
     if not callable(likelihood):
         expected = "nm.Categorical, nm.Bernoulli, nm.Gaussian, or a function from outputs to one of them"
         raise TypeError(message("likelihood", expected, repr(likelihood)))
-    integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
     level = choose_granularity(estimator, granularity)
     return Settings(estimator, likelihood, level, seed, class_dim, ignore_index, progress)
 
@@ -119,6 +120,9 @@ def _stop_at(rtol: float | None, sums: DiagonalSums, estimator: Estimator) -> Ca
     """End the run once Σ stderr <= rtol Σ F; looked at less and less often, since looking costs."""
     if rtol is None:
         return None
+    if not estimator.noise_factor:
+        advice = "It has no noise that more data would lower; leave out rtol."
+        raise ValueError(message("rtol", f"None for {estimator}", repr(rtol), advice))
     if isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not 0 < rtol < math.inf:
         raise ValueError(message("rtol", "a positive number such as 0.05", repr(rtol)))
 
@@ -143,7 +147,7 @@ def _provenance(
         target=settings.estimator.target,
         likelihood=getattr(settings.likelihood, "__name__", repr(settings.likelihood)),
         granularity=dict.fromkeys(chosen, settings.granularity),
-        seed=settings.seed,
+        seeds=[settings.seed] if settings.estimator.noise_factor else [],
         batches=counts.batches,
         passes=counts.passes,
         model=f"{type(model).__name__} with {size:,} parameters",

@@ -11,17 +11,18 @@ for batch in data:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
-from neuromanifold.core import Categorical, Core
+from neuromanifold.core import Core
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator, Exact, SquaredBatchGradient
-from neuromanifold.pullback.batch import BatchPullback
+from neuromanifold.pullback.batch import BatchPullback, involves_half
 from neuromanifold.pullback.sums import GradientSums
 from neuromanifold.run.batches import Outputs, model_device, read_batch, read_outputs
 from neuromanifold.run.progress import tracked
@@ -69,23 +70,23 @@ def run(
     enough: Callable[[Counts], str] | None = None,
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason."""
-    device, pullback, counts = model_device(model), BatchPullback(list(parameters.values())), Counts()
+    _check_data(data)
+    device, counts = model_device(model), Counts()
+    pullback = BatchPullback(list(parameters.values()), involves_half(model.parameters(), device))
     generator, validation = torch.Generator(device).manual_seed(settings.seed), LateValidation(settings.likelihood)
+    samples: int | Tensor = 0
     positions: int | Tensor = 0
     with unchanged(model):
         for item in tracked(data, settings.progress, "Fisher information"):
             batch = read_batch(item, counts.batches).to(device)
             output = model(*batch.args, **batch.kwargs)
-            takes_indices = settings.likelihood is Categorical
-            outputs = read_outputs(
-                output, batch, settings.class_dim, settings.ignore_index, takes_indices, counts.batches
-            )
+            outputs = read_outputs(output, batch, settings.class_dim, settings.ignore_index)
             _check(outputs, settings.estimator, counts.batches)
             for cotangent, last in _with_last(_cotangents(outputs, settings, generator, validation, counts.batches)):
                 sums.add(*pullback(outputs.logits, cotangent, keep_graph=not last))
                 counts.passes += 1
             sums.end_batch()
-            counts.samples += outputs.samples
+            samples = samples + outputs.samples
             positions = positions + outputs.positions
             counts.batches += 1
             counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
@@ -93,9 +94,9 @@ def run(
             if counts.stopped:
                 break
     validation.finish()
-    counts.positions = int(positions)
+    counts.samples, counts.positions = int(samples), int(positions)
     if not counts.samples:
-        advice = "A generator can be used up only once; pass a list or a DataLoader."
+        advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
         raise ValueError(message("data", "an iterable with at least one sample", f"{counts.batches} batches", advice))
     return counts
 
@@ -134,6 +135,22 @@ def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
         advice = "Yield (inputs, labels) or a dict with 'labels', or choose an estimator without labels."
         where = f"Batch {number} of `data`: "
         raise ValueError(where + message("labels", f"given for {estimator}", "none", advice))
+    if estimator.needs_labels and outputs.labels is not None and outputs.labels_fit is False:
+        shapes = f"{list(outputs.logits.shape[:-1])} (class labels) or {list(outputs.logits.shape)} (targets)"
+        got = f"shape {list(outputs.labels.shape)}"
+        raise ValueError(f"Batch {number} of `data`: " + message("labels", f"of shape {shapes}", got))
+
+
+def _check_data(data: object) -> None:
+    """What is easily handed in instead of an iterable of batches."""
+    one_batch = isinstance(data, Tensor) or (isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data))
+    if one_batch or isinstance(data, Mapping):
+        raise TypeError(message("data", "an iterable of batches", "a single batch", "Put it into a list: [batch]."))
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        advice = "Wrap it: DataLoader(dataset, batch_size=64)."
+        raise TypeError(message("data", "an iterable of batches", "a Dataset of single samples", advice))
+    if not isinstance(data, Iterable):
+        raise TypeError(message("data", "an iterable of batches", type(data).__name__))
 
 
 def _cotangents(
@@ -155,7 +172,7 @@ def _cotangents(
             by_sample = settings.granularity == "sample"
             yield from _one_by_one(cotangent, valid, estimator) if by_sample else [cotangent]
     except (TypeError, ValueError) as error:
-        raise type(error)(f"Batch {number} of `data`: {error}") from error
+        raise ValueError(f"Batch {number} of `data`: {error}") from error
 
 
 def _spread(columns: Tensor, shape: torch.Size, valid: Tensor | None) -> Tensor:

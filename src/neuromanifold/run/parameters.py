@@ -19,9 +19,18 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Pa
     """
     if not isinstance(model, nn.Module):
         raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    if selection is not None and not callable(selection) and not isinstance(selection, str):
+        selection = list(selection)
     named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(message("model", "initialised", f"a lazy {name!r}", "Call it once on a batch first."))
     chosen = {name: parameter for name, parameter in named.items() if _matches(selection, name, parameter)}
     trainable = {name: parameter for name, parameter in chosen.items() if parameter.requires_grad}
+    for name, parameter in trainable.items():
+        if parameter.is_complex():
+            advice = "Leave it out, or store it as real numbers with torch.view_as_real."
+            raise TypeError(message("parameters", "real", f"{parameter.dtype} for {name!r}", advice))
     if trainable:
         return trainable
     if not named:

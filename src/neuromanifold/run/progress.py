@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,7 +15,10 @@ def tracked(data: Iterable[T], show: bool, what: str) -> Iterator[T]:
     if not show:
         yield from data
         return
-    total = len(data) if isinstance(data, Sized) else None
+    total = None
+    if isinstance(data, Sized):
+        with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
+            total = len(data)
     try:
         from rich.console import Console
         from rich.progress import track

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
-from neuromanifold.pullback.batch import BatchPullback
+from neuromanifold.pullback.batch import BatchPullback, involves_half
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.batches import model_device
 from neuromanifold.run.loop import choose_granularity
@@ -50,12 +50,14 @@ class RunningFisher:
         choose_granularity(self.estimator, "batch")  # refuses what cannot be squared by batches
         self.decay, self.likelihood = float(decay), likelihood
         self._chosen = select_parameters(model, parameters)
-        self._pullback = BatchPullback(list(self._chosen.values()))
+        half = involves_half(model.parameters(), model_device(model))
+        self._pullback = BatchPullback(list(self._chosen.values()), half)
+        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
         self._generator = torch.Generator(model_device(model)).manual_seed(seed)
         self._means = [_zeros(parameter) for parameter in self._chosen.values()]
         self._noise = [_zeros(parameter) for parameter in self._chosen.values()]
         self._model, self._seed = type(model).__name__, seed
-        self.steps = self.samples = self.passes = 0
+        self.steps = self.samples = self.positions = self.passes = 0
 
     def step(self, logits: Tensor, labels: Tensor | None = None) -> None:
         """Take one batch: logits [B, ..., C] that are part of the training graph."""
@@ -70,7 +72,8 @@ class RunningFisher:
         core, batch = self.likelihood(flat), logits.shape[0]
         squares: list[Tensor] = [torch.zeros_like(mean) for mean in self._means]
         noise: list[Tensor] = [torch.zeros_like(mean) for mean in self._means]
-        for u in self.estimator.cotangents(core, None if labels is None else labels.reshape(-1), self._generator):
+        rows = None if labels is None else labels.reshape(len(flat), *labels.shape[logits.ndim - 1 :])
+        for u in self.estimator.cotangents(core, rows, self._generator):
             gradients, scale = self._pullback(logits, u.view(logits.shape), keep_graph=True)
             self.passes += 1
             for i, gradient in enumerate(gradients):
@@ -83,6 +86,7 @@ class RunningFisher:
             self._noise[i] = (self.decay * self._noise[i]).hypot((1 - self.decay) * noise[i])
         self.steps += 1
         self.samples += batch
+        self.positions += len(flat)
 
     def diagonal(self) -> DiagonalFisher:
         """The average so far, corrected for its start at zero, with the standard error of the probes' noise."""
@@ -94,7 +98,7 @@ class RunningFisher:
             target=f"{self.estimator.target}, moving average with decay {self.decay:g} along the path of training",
             likelihood=getattr(self.likelihood, "__name__", repr(self.likelihood)),
             granularity=dict.fromkeys(self._chosen, "batch"),
-            seed=self._seed,
+            seeds=[self._seed],
             batches=self.steps,
             passes=self.passes,
             model=self._model,
@@ -103,7 +107,7 @@ class RunningFisher:
             {name: mean * correction for name, mean in zip(self._chosen, self._means, strict=True)},
             {name: noise * correction for name, noise in zip(self._chosen, self._noise, strict=True)},
             self.samples,
-            self.samples,
+            self.positions,
             provenance,
         )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -14,42 +16,71 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Evaluate a model in eval mode with gradients on, and leave everything as it was found.
 
     Restored at the end, after an error or Ctrl-C too: the training flag of every submodule, buffers (some modules write
-    to theirs even in eval mode), and the global random states, on which the model or a shuffling loader may draw.
-    Parameters, their .grad and requires_grad, and hooks are never touched in the first place.
+    to theirs even in eval mode), and the global random states of torch, numpy and Python, on which the model or a
+    shuffling loader may draw.  Parameters, their .grad and requires_grad, and hooks are never touched in the first
+    place.  Flags are set one by one: a module's own `train()` may do more than that, such as merging weights.
     """
     flags = {module: module.training for module in model.modules()}
-    buffers = [
-        _Buffer(module, name) for module in flags for name, value in module._buffers.items() if value is not None
-    ]
-    cpu_state = torch.random.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    buffers = [_Buffers(module) for module in flags]
+    restore_random = _random_states()
     try:
-        model.eval()
-        with torch.inference_mode(False), torch.enable_grad():
+        recurrent = [module for module in flags if isinstance(module, nn.RNNBase)]
+        plain = [module for module in recurrent if not module.dropout]
+        for module in flags:
+            module.training = module in plain and _on_gpu(module)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            # cuDNN cannot go backward through a recurrent layer in eval mode; without dropout both modes are the same.
+            torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and len(plain) == len(recurrent)),
+        ):
             yield
     finally:
+        restore_random()
         for module, training in flags.items():
             module.training = training
         for buffer in buffers:
             buffer.restore()
-        torch.random.set_rng_state(cpu_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
 
 
-class _Buffer:
-    """A buffer as it was: the tensor, and what was in it."""
+def _on_gpu(module: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        tensor = module._buffers[name]
-        assert tensor is not None
-        self.module, self.name, self.tensor = module, name, tensor
-        self.version, self.values = tensor._version, tensor.detach().clone()
+
+def _random_states() -> Callable[[], None]:
+    """What puts the global random states back."""
+    cpu, python, legacy = torch.random.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore() -> None:
+        torch.random.set_rng_state(cpu)
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return restore
+
+
+class _Buffers:
+    """The buffers of one module as they were: which tensors, and what was in them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.tensors = module, dict(module._buffers)
+        self.values = {name: value.detach().clone() for name, value in self.tensors.items() if value is not None}
 
     def restore(self) -> None:
-        """Put the same tensor back, with the same values, if either has changed."""
-        if self.tensor._version != self.version:
-            with torch.no_grad():
-                self.tensor.copy_(self.values)
-        if self.module._buffers.get(self.name) is not self.tensor:
-            self.module._buffers[self.name] = self.tensor
+        """Put the same tensors back, with the same values, and take away what is new."""
+        self.module._buffers.clear()
+        self.module._buffers.update(self.tensors)
+        for name, values in self.values.items():
+            tensor = self.tensors[name]
+            if tensor is not None and not torch.equal(tensor, values):
+                _overwrite(tensor, values)
+
+
+def _overwrite(tensor: Tensor, values: Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return  # an expanded view of another buffer, which is restored itself
+    with torch.no_grad():
+        tensor.copy_(values)

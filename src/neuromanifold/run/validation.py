@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
+from neuromanifold.core.checks import message
 
 
 class LateValidation:
@@ -44,6 +45,9 @@ class LateValidation:
 def _named(number: int, make: Callable[[], Core]) -> Core:
     """Put the batch's number in front of an error."""
     try:
-        return make()
+        core = make()
     except (TypeError, ValueError) as error:
-        raise type(error)(f"Batch {number} of `data`: {error}") from error
+        raise ValueError(f"Batch {number} of `data`: {error}") from error
+    if not isinstance(core, Core):
+        raise TypeError(message("likelihood", "a function from outputs to a core", f"one to {type(core).__name__}"))
+    return core
