@@ -50,11 +50,12 @@ class DiagonalSums:
             torch._foreach_addcmul_(squares, values, values)
             return
         self._passes += 1
-        rare = self._passes & (self._passes - 1) == 0  # pass number 1, 2, 4, 8, ...
-        for i, value in zip(used, values, strict=True):
-            if rare or not self._units[i]:
-                self._raise_unit(i, _power_of_two_near_rms(value))
-        factors = [self._units[i] ** -2 if self._units[i] else 0.0 for i in used]
+        rare = self._passes & (self._passes - 1) == 0  # pass number 1, 2, 4, 8, ...: reading values back takes time
+        if rare or not all(self._units[i] for i in used):
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(values)]).tolist()
+            for i, value, norm in zip(used, values, norms, strict=True):
+                self._raise_unit(i, _power_of_two_near(norm / math.sqrt(value.numel())))
+        factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
         add(values, squares, [self.fourths[i] for i in used], factors)
 
@@ -73,7 +74,7 @@ class DiagonalSums:
         if not self.fourths:
             return [torch.zeros_like(square) for square in self.squares]
         pairs = zip(self._units, self.fourths, strict=True)
-        return [unit**2 * (factor * fourth).sqrt() for unit, fourth in pairs]
+        return [(unit or 1.0) ** 2 * (factor * fourth).sqrt() for unit, fourth in pairs]
 
 
 class TraceSums:
@@ -101,9 +102,8 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
-def _power_of_two_near_rms(value: Tensor) -> float:
+def _power_of_two_near(rms: float) -> float:
     """A unit for fourth powers; 0 while the gradient is zero."""
-    rms = float(torch.linalg.vector_norm(value)) / math.sqrt(value.numel())
     return 2.0 ** round(math.log2(rms)) if 0 < rms < math.inf else 0.0
 
 
