@@ -78,7 +78,9 @@ def main() -> None:
             print(" ".join(rows[-1]), flush=True)
     header = ["network", "classes", "plain, ms/batch", *ESTIMATORS, "trace, 𝔽"]
     title = "# One backward pass: time over plain forward + backward"
-    head = setting(f"python benchmarks/estimators.py --device {options.device}", options.device)
+    head = setting(
+        f"python benchmarks/estimators.py --device {options.device} --repeats {options.repeats}", options.device
+    )
     keep(f"estimators-{options.device.type}", "\n\n".join([title, head, table(header, rows)]))
 
 

@@ -87,7 +87,10 @@ def test_the_same_seed_gives_the_same_result_whatever_the_number_of_workers() ->
     "estimator", [nm.Hutchinson(), nm.Hutchinson(deflate=1), nm.Hutchinson(2, "gaussian"), nm.MonteCarlo()], ids=repr
 )
 def test_nominal_95_per_cent_intervals_cover(estimator: nm.Estimator) -> None:
-    """Averaged over entries and 100 runs of 64 batches: between 0.93 and 1."""
+    """Averaged over entries and 100 runs of 64 batches of four samples: between 0.93 and 1.
+
+    With batches of a single sample, which differ much, it is less: see the next test.
+    """
     samples = torch.randn(256, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     reference, data = exact([samples]), list(samples.split(4))
     covered = []
@@ -96,6 +99,16 @@ def test_nominal_95_per_cent_intervals_cover(estimator: nm.Estimator) -> None:
         inside = [((result[k] - reference[k]).abs() <= 1.96 * result.stderr[k]).double().mean() for k in result]
         covered.append(torch.stack(inside).mean())
     assert 0.93 <= float(torch.stack(covered).mean()) <= 1
+
+
+def test_intervals_cover_less_where_batches_differ_much() -> None:
+    """Σ g⁴ is right on average but mostly too small if few of the squares carry the sum: known, and documented."""
+    reference, data = exact(batches(1)), batches(1)
+    inside = []
+    for seed in range(60):
+        result = nm.fisher_diagonal(MODEL, data, nm.Hutchinson(2, "gaussian"), seed=seed)
+        inside += [((result[k] - reference[k]).abs() <= 1.96 * result.stderr[k]).double().mean() for k in result]
+    assert 0.85 < float(torch.stack(inside).mean()) < 0.95
 
 
 def test_intervals_of_a_twin_with_half_the_error_do_not_cover() -> None:
