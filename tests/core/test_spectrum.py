@@ -85,6 +85,13 @@ def test_two_classes_in_closed_form() -> None:
     torch.testing.assert_close(vectors.abs(), torch.full_like(vectors, 0.5**0.5), rtol=1e-15, atol=0)
 
 
+def test_two_classes_are_no_exception() -> None:
+    """The closed form is the root of the same equation: it scales with p, and leaves out subnormal numbers."""
+    p = torch.tensor([[0.3, 0.9], [5.0, 5.0], [1.0, 1e-310]], dtype=torch.float64)
+    padded = torch.cat([p, torch.zeros(3, 1, dtype=torch.float64)], dim=-1)  # three classes: the general solver
+    torch.testing.assert_close(solver.eigenvalues(p, 1), solver.eigenvalues(padded, 1), rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["normal", "peaked", "uniform", "zipf", "rounded"])
 def test_150000_classes(kind: str) -> None:
     classes, k = 150_000, 3

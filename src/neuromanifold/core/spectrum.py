@@ -35,7 +35,7 @@ from neuromanifold.core.ties import average_derivatives_over_ties, is_differenti
 
 # How many elements of [n, k, c] are worked on at once: on a CPU what its cache holds, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
-_MAX_STEPS = 40  # convergence is quadratic: four or five steps are usual, six the most that was ever seen
+_MAX_STEPS = 40  # convergence is quadratic: four or five steps are usual, seven the most that was ever seen
 
 
 class Spectrum(NamedTuple):
@@ -90,7 +90,7 @@ class Block(NamedTuple):
 def eigenpairs(p: Tensor, k: int) -> Spectrum:
     """The k largest eigenpairs for probabilities p [n, c], 1 <= k <= c - 1.  O(kC) per sample."""
     if p.shape[-1] == 2:
-        return Spectrum(p.prod(-1, keepdim=True) * 2, _vector_of_two_classes(p))
+        return Spectrum(_value_of_two_classes(p), _vector_of_two_classes(p))
     values, vectors = [], []
     for block in blocks(p, k):
         roots = find_roots(block)
@@ -102,8 +102,15 @@ def eigenpairs(p: Tensor, k: int) -> Spectrum:
 def eigenvalues(p: Tensor, k: int) -> Tensor:
     """The k largest eigenvalues alone, [n, k].  O(kC) per sample."""
     if p.shape[-1] == 2:
-        return p.prod(-1, keepdim=True) * 2
+        return _value_of_two_classes(p)
     return torch.cat([find_roots(block).values().flatten() for block in blocks(p, k)]).view(-1, k)
+
+
+def _value_of_two_classes(p: Tensor) -> Tensor:
+    """The root 2 p_1 p_2/(p_1 + p_2) of g: [n, 1]."""
+    p = torch.where(p < torch.finfo(p.dtype).tiny, 0.0, p)
+    value: Tensor = 2 * p[:, :1] * (p[:, 1:] / p.sum(-1, keepdim=True))
+    return value
 
 
 def _vector_of_two_classes(p: Tensor) -> Tensor:
