@@ -10,6 +10,7 @@ release = version = neuromanifold.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",  # the "Args:" of docstrings
     "sphinx-mathjax-offline",
     "matplotlib.sphinxext.plot_directive",
 ]

@@ -13,9 +13,13 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
+from neuromanifold.pullback.rules import rule
+from neuromanifold.pullback.rules.check import check_rule
 from neuromanifold.results import Comparison, DiagonalFisher, FileError, TraceEstimate, load
+from neuromanifold.run.check import check
+from neuromanifold.run.check_result import Check
 from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
-from neuromanifold.run.loop import SlowPathWarning
+from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 
 __version__ = "0.1.0"
@@ -42,8 +46,13 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "SlowPathWarning",
     "fisher_diagonal",
     "fisher_trace",
+    # rules of layers
+    "check_rule",
+    "rule",
     # before the run
+    "Check",
     "batches_needed",
+    "check",
     # results
     "Comparison",
     "DiagonalFisher",

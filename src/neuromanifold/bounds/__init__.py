@@ -9,6 +9,8 @@ from neuromanifold.bounds.variance import (
     lower_variance,
     minibatch_variance_bound,
     monte_carlo_variance,
+    orthogonal_probe_variance,
+    orthogonal_variance,
     probe_variance,
     upper_variance,
 )
@@ -24,6 +26,8 @@ __all__ = [
     "lower_variance",
     "minibatch_variance_bound",
     "monte_carlo_variance",
+    "orthogonal_probe_variance",
+    "orthogonal_variance",
     "probe_variance",
     "upper_variance",
 ]

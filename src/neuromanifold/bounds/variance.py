@@ -7,13 +7,14 @@ these columns, J = ∂z/∂θ [n, c, p].  Then F = Σ_x F_x with F_x = Σ_r a²,
     "batch"       (Σ_x Σ_r a ξ)²       2F² - 2 Σ_x Σ_r a⁴            2F²
     "sample"      Σ_x (Σ_r a ξ)²       Σ_x (2F_x² - 2 Σ_r a⁴)        Σ_x 2F_x²
 
-divided by the number of independent probes whose mean is taken (probes made orthogonal to each other do better).  The
-first row is Theorem 11; every other statement of the paper is a choice of the columns:
+divided by the number of independent probes whose mean is taken; `orthogonal_variance` is for those that are orthogonal
+to each other.  The first row is Theorem 11; every other statement of the paper is a choice of the columns:
 
     hutchinson_variance   S with S Sᵀ = M         the full core, Theorem 11
     upper_variance        diag(√ζ)                the diagonal core, last appendix
     lower_variance        √λ_i v_i, i = 1..k      the low-rank core, last appendix (there for k = 1)
     deflated_variance     √λ_i v_i, (I - VVᵀ) S   not in the paper
+    orthogonal_variance   √λ_i v_i; S B           not in the paper: columns in passes of their own, or shared by probes
     monte_carlo_variance  no columns: the labels are what is random
 
 This is the noise of the probe on given data; other data would give another F, which is a different error.  All results
@@ -35,6 +36,7 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import float_tensor, integer_in_range, message
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
+from neuromanifold.estimators.orthogonal import leading_columns, remainder
 
 Noise = Literal["rademacher", "gaussian"]
 Granularity = Literal["batch", "sample"]
@@ -55,12 +57,7 @@ def probe_variance(
     The table at the head of this module.  A sample that has several output distributions (tokens) has the columns of
     all of them.  2F² - 2 Σ a⁴ is summed as 2 Σ a²·(sum of the other a²), which is never negative and does not cancel.
     """
-    a = float_tensor(columns, "columns").double()
-    if a.ndim != 3:
-        expected = "of shape [N, r, P]: sample, column of the factor, parameter"
-        raise ValueError(message("columns", expected, f"shape {list(a.shape)}"))
-    _check_choice(noise, "noise", ("rademacher", "gaussian"))
-    _check_choice(granularity, "granularity", ("batch", "sample"))
+    a = _checked_columns(columns, noise, granularity)
     integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
     squares = a.square().permute(2, 0, 1)  # [p, n, r]
     if granularity == "batch":
@@ -142,6 +139,64 @@ def deflated_variance(
     return probe_variance(torch.cat([leading, _full_columns(core, rest)], dim=1), noise, granularity, probes)
 
 
+def orthogonal_variance(
+    core: Core,
+    jacobian: Tensor,
+    probes: int,
+    deflate: int = 0,
+    noise: Noise = "rademacher",
+    granularity: Granularity = "batch",
+) -> Tensor:
+    """`Hutchinson(probes, noise, deflate=k)` with orthogonal probes, unbiased for F, [P].  Not in the paper.
+
+    The k leading eigenvectors (at most probes - 1) in passes of their own have no variance sample-wise; the other m
+    passes have that of `orthogonal_probe_variance` in the d = rank - k dimensions that are left.  From the rank on
+    every column has its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
+    """
+    J = _checked(core, jacobian)
+    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    integer_in_range(deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
+    if probes == 1:
+        return deflated_variance(core, jacobian, deflate, noise, granularity)
+    if probes >= core.rank:
+        columns = torch.stack([core.column(i) for i in range(core.rank)])  # [r, n, c]
+        return orthogonal_probe_variance(_along(columns, J), core.rank, noise, granularity)
+    scaled = leading_columns(core, min(deflate, probes - 1))  # [n, k, c]
+    k, (d, mix) = scaled.shape[1], remainder(core, scaled)
+    axes = torch.eye(d, dtype=core.dtype, device=core.device)[:, None, :].expand(d, len(J), d)
+    rest = orthogonal_probe_variance(_along(mix(axes), J), probes - k, noise, granularity)
+    return rest + orthogonal_probe_variance(_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity)
+
+
+def orthogonal_probe_variance(
+    columns: Tensor, probes: int, noise: Noise = "rademacher", granularity: Granularity = "batch"
+) -> Tensor:
+    """The variance [P] of m orthogonal probes √(d/m) A h_j, given the derivatives a [N, d, P] along the columns of A.
+
+    Sample-wise it is Σ_x (d²V_x/m) (d-m)/(d-1), V_x the variance of b = (hᵀa)²: see `Hutchinson.pass_noise`.
+
+        Gaussian     d²V = 2F_x² (d-1)/(d+2)            h uniform on the sphere
+        Rademacher   d²V = d² E_j[3 (Σ h²a²)² - 2 Σ h⁴a⁴] - F_x²      h_i = ±cas(2πij/d)/√d, column j at random
+
+    With d h_i² = 1 + s_i, s_i = sin(4πij/d), and q = a² the latter is E_j[(Σ q_i s_i)² + 2 Σ_{i≠l} Q_i Q_l] with
+    Q_i = q_i (1 + s_i), in which nothing cancels.  O(N d² P).
+
+    Batch-wise the cross terms 2 Σ_{x≠y} E[g_x²] E[g_y²] of each pass are added, with E[g_x²] = F_x/m.  From m = d on, a
+    pass is a column: then E[g_x²] = a².
+    """
+    a = _checked_columns(columns, noise, granularity)
+    m, d = integer_in_range(probes, "probes", 1, 10**9, "one backward pass each"), a.shape[1]
+    squares = a.square().permute(2, 0, 1)  # [p, n, d]
+    if m >= d:
+        variance, of_passes = squares.new_zeros(a.shape[2]), squares.mT  # [p], [p, d, n]
+    else:
+        variance = _variance_of_a_direction(squares, noise).sum(-1) * ((d - m) / (m * (d - 1)))
+        of_passes = (squares.sum(-1) / m)[:, None, :].expand(-1, m, -1)  # [p, m, n]
+    if granularity == "batch":
+        variance = variance + 2 * _sum_of_products(of_passes).sum(-1)
+    return variance
+
+
 def monte_carlo_variance(core: Core, jacobian: Tensor, granularity: Granularity = "batch", samples: int = 1) -> Tensor:
     """The variance [P] of the estimate from `samples` labels drawn for each x, which is unbiased.
 
@@ -201,6 +256,23 @@ def _leading_columns(core: Core, J: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return square_root(values.double())[..., None] * along, rest
 
 
+def _along(vectors: Tensor, J: Tensor) -> Tensor:
+    """The derivatives [n, r, p] along vectors [r, n, c]."""
+    return torch.einsum("rnc,ncp->nrp", vectors.double(), J)
+
+
+def _variance_of_a_direction(squares: Tensor, noise: Noise) -> Tensor:
+    """d² Var((hᵀa)²) for one column h of a random orthogonal matrix, from a² [p, n, d]: [p, n]."""
+    d = squares.shape[-1]
+    if noise == "gaussian":
+        return 2 * squares.sum(-1).square() * ((d - 1) / (d + 2))
+    total, i = torch.zeros_like(squares[..., 0]), torch.arange(d, device=squares.device)
+    for j in range(d):
+        sine = torch.sin((2 * i * j % d).double() * (2 * math.pi / d))
+        total += (squares * sine).sum(-1).square() + 2 * _sum_of_products(squares * (1 + sine))
+    return total / d
+
+
 def _variance_of_squared_score(core: Core, J: Tensor, columns: Tensor) -> Tensor:
     """E[s⁴] - F_x² for s = ∂ log p(y)/∂θ, [n, p]."""
     squares = columns.square()
@@ -231,6 +303,17 @@ def _checked(core: object, jacobian: object) -> Tensor:
         expected = f"of shape [{core.batch_shape[0]}, {core.dim}, P]: sample, output, parameter"
         raise ValueError(message("jacobian", expected, f"shape {list(J.shape)}"))
     return J.double()
+
+
+def _checked_columns(columns: object, noise: object, granularity: object) -> Tensor:
+    """Derivatives along columns in float64, if noise and granularity are what they should be as well."""
+    a = float_tensor(columns, "columns")
+    if a.ndim != 3:
+        expected = "of shape [N, r, P]: sample, column of the factor, parameter"
+        raise ValueError(message("columns", expected, f"shape {list(a.shape)}"))
+    _check_choice(noise, "noise", ("rademacher", "gaussian"))
+    _check_choice(granularity, "granularity", ("batch", "sample"))
+    return a.double()
 
 
 def _check_choice(value: object, argument: str, choices: tuple[str, ...]) -> None:

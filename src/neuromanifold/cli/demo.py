@@ -30,7 +30,7 @@ t/back  time over that of forward + ordinary backward, {milliseconds:.0f} ms for
         in a network this small, overheads show
 
 Errors are means over {rounds} seeds, times medians of {rounds} interleaved runs, on one
-thread; Exact() and Empirical() go sample by sample, slowly, and ran once.
+thread; Exact() ran once.
 """
 SHORT = {"not a Fisher information": "not F"}  # targets that are too long for the table
 

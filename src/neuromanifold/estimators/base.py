@@ -42,3 +42,15 @@ class Estimator(ABC):
     @abstractmethod
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """One cotangent [..., C] for each pass, scaled so that the sum of the passes' squares is the estimate."""
+
+    def pass_noise(self, core: Core, alone: bool) -> list[float]:
+        """For each pass, c such that the estimate's variance is at most Σ_passes c E[g⁴].
+
+        `alone`: each square belongs to a single output distribution.
+        """
+        del alone
+        return [self.noise_factor] * self.passes(core)
+
+    def for_batches(self) -> Estimator:
+        """What to use where whole batches are squared: the same, unless something else has less noise there."""
+        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -14,6 +14,7 @@ from neuromanifold.core import Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.orthogonal import leading_columns, orthonormal_noise, random_signs, remainder
 from neuromanifold.estimators.parts import Full, Mixer, Part, check_part
 
 Noise = Literal["rademacher", "gaussian"]
@@ -31,6 +32,19 @@ class Hutchinson(Estimator):
       envelope, hence biased for F.
     * `deflate=k` adds nothing to the cost and keeps 𝔽 unbiased: u = V√Λ ξ₁ + (I - VVᵀ) S ξ₂ with the k leading
       eigenpairs, which has the small variance of 𝔽^LR(k) on confident models.  At C = 2, k = 1 only a sign is random.
+    * `orthogonal`: two or more probes of a distribution are made orthogonal to each other, which makes `probes` one
+      dial from a single pass to the exact metric.  Where each sample is squared on its own, the variance is
+
+          ∝ (1/m) (d - m)/(d - 1)        with m probes in d dimensions (d = C - 1 for C classes),
+
+      instead of 1/m, and from the rank r on there is none: r passes with the factor's columns are made, and no more.
+      With `deflate=k` the k leading eigenvectors (at most m - 1) get passes of their own, which have no class noise,
+      and the other passes share what is left.  `bounds.orthogonal_variance` is the exact variance.
+    * `orthogonal=False` draws independent probes, with 1/m of the variance of one.  Where whole batches are squared
+      (`granularity="batch"`), this is done in any case: cross terms between samples are most of the noise there, and
+      are divided by the number of passes that a sample's F_x is spread over.  And it is better for an entry
+      that depends on a single column (the last layer for independent outputs): there Rademacher noise is a mere sign,
+      whereas orthogonal probes have the variance ½F² (1/m)(d - m)/(d - 1).
     * The paper's 𝔽^sqrt (appendix B), the gradient of 2 Σ √p ξ, is this very u: there is nothing to choose.
     """
 
@@ -38,6 +52,7 @@ class Hutchinson(Estimator):
     noise: Noise = "rademacher"
     core: Part = field(default_factory=Full)
     deflate: int = 0
+    orthogonal: bool = True
 
     centred: ClassVar[bool] = True
     noise_factor: ClassVar[float] = 2 / 3  # E[g⁴] = 3F² - 2κ and Var(g²) = 2F² - 2κ <= (2/3) E[g⁴], κ >= 0
@@ -51,6 +66,8 @@ class Hutchinson(Estimator):
         if self.deflate and not isinstance(self.core, Full):
             advice = "An envelope has no remainder to deflate; leave out one of the two."
             raise ValueError(message("deflate", "0 unless core=Full()", f"{self.deflate} with {self.core}", advice))
+        if not isinstance(self.orthogonal, bool):
+            raise TypeError(message("orthogonal", "True or False", repr(self.orthogonal)))
 
     @property
     def target(self) -> str:  # type: ignore[override]
@@ -58,16 +75,79 @@ class Hutchinson(Estimator):
         return "unbiased" if isinstance(self.core, Full) else f"unbiased for the envelope {self.core}, biased for F"
 
     def passes(self, core: Core) -> int:
-        """One for each probe."""
-        del core
-        return self.probes
+        """One for each probe; orthogonal ones are exact once there are as many as the factor has columns."""
+        return min(self.probes, self.core.size(core)) if self._together else self.probes
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
-        """S ξ/√probes, with fresh noise for each probe."""
+        """S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
         del labels
+        if self._together:
+            for cotangent in self._orthogonal(core, generator):
+                yield cotangent * random_signs(core, 1, generator)
+            return
         noise_dim, mix = self._deflated(core) if self.deflate else self.core.mixer(core)
         for _ in range(self.probes):
             yield mix(self._noise(core, noise_dim, generator)) / math.sqrt(self.probes)
+
+    def pass_noise(self, core: Core, alone: bool) -> list[float]:
+        """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.
+
+        Let a be the derivatives along the d inner axes, F = ‖a‖², and b_j = (h_jᵀa)², so that (d/m) Σ_{j<=m} b_j is
+        the estimate.  The b_j are exchangeable and all d of them add to F, hence Cov(b_i, b_j) = -V/(d-1) with
+        V = Var(b_j), and Var = (d²V/m) (d-m)/(d-1).  Since d² E[b²] <= 3F², V <= (2/3) E[b²].  (For Hartley's columns
+        and q = a², d² E[b²] <= 3F² - (3/2) Σ (q_i - q_{i+d/2})² over the pairs of an even d.)  For a uniformly random
+        frame Var = 2F² (d-m)/(m(d+2)) and E[Σ g⁴] = 3d F²/(m(d+2)), whose ratio is (2/3)(1 - m/d), exactly.
+
+        Of an eigenvector, a column, or a single inner dimension with a random sign, the square is not random at all.
+
+        Otherwise cross terms between distributions come in.  Every pass has a random sign of its own for each of them,
+        so cross terms of different passes are uncorrelated, and E[g⁴] <= 3 E[g²]² holds for each pass as for one probe.
+        """
+        passes = self.passes(core)
+        if not alone:
+            return [self.noise_factor] * passes
+        if not self._together:
+            return [0.0 if self._only_a_sign(core) else self.noise_factor] * passes
+        if self.probes >= self.core.size(core):
+            return [0.0] * passes
+        leading = self._leading
+        m, d = passes - leading, self.core.size(core) - leading
+        left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
+        return [0.0] * leading + [self.noise_factor * left] * m
+
+    def for_batches(self) -> Hutchinson:
+        """With independent probes: cross terms between samples shrink with their number, however many there are."""
+        return replace(self, orthogonal=False)
+
+    @property
+    def _together(self) -> bool:
+        """Whether the probes of a distribution depend on each other."""
+        return self.orthogonal and self.probes > 1
+
+    @property
+    def _leading(self) -> int:
+        """How many of fewer passes than columns are eigenvectors: one pass at least is for the rest."""
+        return min(self.deflate, self.probes - 1)
+
+    def _only_a_sign(self, core: Core) -> bool:
+        """Whether one independent probe is ± a fixed vector.  (Several eigenvectors in one pass have cross terms.)"""
+        one_column = self.deflate > 0 or core.dim == 1 or not isinstance(self.core, Full)
+        return self.noise == "rademacher" and self.core.size(core) == 1 and one_column
+
+    def _orthogonal(self, core: Core, generator: torch.Generator) -> Iterator[Tensor]:
+        """The columns, or k eigenvectors √λ_i v_i and then √(d/m) S B h_j; each still without its random sign."""
+        if self.probes >= self.core.size(core):
+            yield from self.core.columns(core)
+            return
+        if isinstance(self.core, Full):
+            scaled = leading_columns(core, self._leading)  # [..., k, C]
+            yield from scaled.unbind(-2)
+            noise_dim, mix = remainder(core, scaled)
+        else:
+            noise_dim, mix = self.core.mixer(core)
+        m = self.probes - self._leading
+        for h in orthonormal_noise(core, noise_dim, m, self.noise, generator):
+            yield mix(h) * math.sqrt(noise_dim / m)
 
     def _deflated(self, core: Core) -> Mixer:
         """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
@@ -82,8 +162,7 @@ class Hutchinson(Estimator):
         return Mixer(k + core.dim, mix)
 
     def _noise(self, core: Core, size: int, generator: torch.Generator) -> Tensor:
+        if self.noise == "rademacher":
+            return random_signs(core, size, generator)
         shape = (*core.batch_shape, size)
-        if self.noise == "gaussian":
-            return torch.randn(shape, generator=generator, dtype=core.dtype, device=core.device)
-        bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
-        return (2 * bits - 1).to(core.dtype)
+        return torch.randn(shape, generator=generator, dtype=core.dtype, device=core.device)

@@ -10,10 +10,8 @@ rows: medians of the seconds, means of the errors
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import torch
@@ -32,13 +30,12 @@ from neuromanifold.estimators import (
     Upper,
 )
 from neuromanifold.experiments import Report
-from neuromanifold.results import Comparison, DiagonalFisher
+from neuromanifold.results import DiagonalFisher
 from neuromanifold.run.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
-from neuromanifold.run.loop import SlowPathWarning
+from neuromanifold.run.granularity import Granularity
+from neuromanifold.run.trials import Trial, timed
 from neuromanifold.run.unchanged import unchanged
-
-EPSILON = 1e-12  # the paper's, added to the exact value that an error is divided by
 
 ESTIMATORS: dict[str, Estimator] = {
     "Empirical()": Empirical(),
@@ -91,95 +88,62 @@ def compare_estimators(
 ) -> EstimatorComparison:
     """Run every estimator over the batches of a classifier, next to the exact diagonal and an ordinary backward.
 
-    `estimators` maps names to estimators, by default `ESTIMATORS`.  Round r draws from the seed `seed` + r.  One that
-    squares each sample on its own is slow, and nothing in it is random: it runs once.
+    `estimators` maps names to estimators, by default `ESTIMATORS`.  Round r draws from the seed `seed` + r.  What is
+    exact takes many passes, and nothing in it is random: it runs once.
     """
     integer_in_range(rounds, "rounds", 1, 10**6, "runs of each estimator")
     if not batches:
         raise ValueError(message("batches", "a list of (inputs, labels)", "an empty one"))
     tell = report or _silent
-    exact = _Runs("Exact()", Exact())
-    runs = [_Runs(name, estimator) for name, estimator in (ESTIMATORS if estimators is None else estimators).items()]
-    gradient = next((one for one in runs if one.estimator == SquaredBatchGradient()), None)
-    gradient = _Runs("", SquaredBatchGradient()) if gradient is None else gradient
-    for one in (exact, *(one for one in runs if one.slow)):
-        one.add(model, _told(batches, one.name, tell), seed, exact)
+    exact = Trial("Exact()", Exact(), keep=True)
+    wanted = ESTIMATORS if estimators is None else estimators
+    trials = [Trial(name, estimator, keep=True) for name, estimator in wanted.items()]
+    gradient = next((one for one in trials if one.estimator == SquaredBatchGradient()), None)
+    gradient = Trial("", SquaredBatchGradient()) if gradient is None else gradient
+
+    def estimate(estimator: Estimator, granularity: Granularity, seed: int) -> DiagonalFisher:
+        return fisher_diagonal(model, batches, estimator, granularity=granularity, seed=seed)
+
+    exact.add(model, lambda *_: fisher_diagonal(model, _told(batches, exact.name, tell), Exact()), seed)
     backward: list[float] = []
-    fast = [one for one in runs if not one.slow and one is not gradient]
+    others = [one for one in trials if one is not gradient]
     for number in range(rounds):
         backward.append(_backward_seconds(model, batches))
-        for one in (gradient, *fast):
-            one.add(model, batches, seed + number, exact)
+        for one in (gradient, *others):
+            if not number or not isinstance(one.estimator, Exact):
+                one.add(model, estimate, seed + number, exact.first)
         tell("estimators", number + 1, rounds)
-    rows = [one.row(median(gradient.seconds), median(backward), len(batches)) for one in (exact, *runs)]
-    return EstimatorComparison(rows, exact.first, {one.name: one.first for one in runs}, median(backward))
+    rows = [_row(one, gradient.time, median(backward)) for one in (exact, *trials)]
+    return EstimatorComparison(rows, exact.first, {one.name: one.first for one in trials}, median(backward))
 
 
-@dataclass
-class _Runs:
-    """One estimator's runs: their times and errors, and the first one's result."""
-
-    name: str
-    estimator: Estimator
-    results: list[DiagonalFisher] = field(default_factory=list)  # the first only
-    seconds: list[float] = field(default_factory=list)
-    errors: list[Comparison] = field(default_factory=list)
-    relative_errors: list[float] = field(default_factory=list)
-
-    @property
-    def slow(self) -> bool:
-        """Whether each sample takes backward passes of its own."""
-        return not (self.estimator.centred or isinstance(self.estimator, SquaredBatchGradient))
-
-    @property
-    def first(self) -> DiagonalFisher:
-        return self.results[0]
-
-    def add(self, model: nn.Module, data: Iterable[object], seed: int, exact: _Runs) -> None:
-        """Run once more."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SlowPathWarning)
-            start = time.perf_counter()
-            result = fisher_diagonal(model, data, self.estimator, seed=seed)
-            _wait(model)
-            self.seconds.append(time.perf_counter() - start)
-        self.results = self.results or [result]
-        self.errors.append(result.sum.compare(exact.first.sum, EPSILON))
-        self.relative_errors.append(result.relative_error)
-
-    def row(self, gradient_seconds: float, backward_seconds: float, batches: int) -> Row:
-        seconds = median(self.seconds)
-        return Row(
-            name=self.name,
-            target=self.estimator.target,
-            passes=self.first.provenance.passes / batches,
-            relmae=fmean(error.relmae for error in self.errors),
-            rank_correlation=fmean(error.rank_correlation for error in self.errors),
-            relative_error=fmean(self.relative_errors),
-            seconds=seconds,
-            relative_to_batch_gradient=seconds / gradient_seconds,
-            relative_to_backward=seconds / backward_seconds,
-            rounds=len(self.seconds),
-        )
+def _row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> Row:
+    return Row(
+        name=trial.name,
+        target=trial.estimator.target,
+        passes=trial.passes_per_batch,
+        relmae=trial.mean("relmae"),
+        rank_correlation=trial.mean("rank_correlation"),
+        relative_error=fmean(trial.relative_errors),
+        seconds=trial.time,
+        relative_to_batch_gradient=trial.time / gradient_seconds,
+        relative_to_backward=trial.time / backward_seconds,
+        rounds=len(trial.seconds),
+    )
 
 
 def _backward_seconds(model: nn.Module, batches: Batches) -> float:
     """How long forward and ordinary backward take over the batches, in the mode that the estimators run in."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = model_device(model)
-    with unchanged(model):
-        start = time.perf_counter()
+
+    def job() -> None:
         for inputs, labels in batches:
             loss = cross_entropy(model(inputs.to(device)), labels.to(device))
             torch.autograd.grad(loss, parameters)
-        _wait(model)
-        return time.perf_counter() - start
 
-
-def _wait(model: nn.Module) -> None:
-    """A GPU computes while Python goes on; wait for it before looking at the clock."""
-    if model_device(model).type == "cuda":
-        torch.cuda.synchronize(model_device(model))
+    with unchanged(model):
+        return timed(model, job)[1]
 
 
 def _told(batches: Batches, what: str, tell: Report) -> Iterator[tuple[Tensor, Tensor]]:

@@ -32,14 +32,14 @@ class BatchPullback:
         """The gradients of Σ cotangent·logits, None where there is no dependence, and how many times too large."""
         if not (self._half or logits.dtype == torch.float16):
             return self._gradients(logits, cotangent, keep_graph), 1.0
-        largest = float(cotangent.abs().amax()) if cotangent.numel() else 0.0
-        if not largest:
+        largest = largest_scale(cotangent)
+        if largest is None:
             return self._gradients(logits, cotangent, keep_graph), 1.0
         if self._exponent is None:
-            self._exponent = math.floor(math.log2(_LARGEST_HALF / largest))
+            self._exponent = round(math.log2(largest))
         exponent = self._exponent
         while True:
-            scale = 2.0 ** min(exponent, math.floor(math.log2(_LARGEST_HALF / largest)))
+            scale = min(2.0**exponent, largest)
             gradients = self._gradients(logits, cotangent * scale, keep_graph=True)
             sums = torch.stack([g.float().sum() for g in gradients if g is not None] or [torch.zeros(())])
             if bool(torch.isfinite(sums).all()):
@@ -54,6 +54,12 @@ class BatchPullback:
             logits, self.parameters, cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
         )
         return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
+
+
+def largest_scale(cotangent: Tensor) -> float | None:
+    """The largest power of two by which a cotangent may be multiplied in float16; None if it is zero."""
+    largest = float(cotangent.abs().amax()) if cotangent.numel() else 0.0
+    return 2.0 ** math.floor(math.log2(_LARGEST_HALF / largest)) if largest else None
 
 
 def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:

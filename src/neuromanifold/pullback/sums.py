@@ -4,49 +4,80 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from neuromanifold.pullback.forms import Accumulators, Form
 
 # On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
 _CHUNK = 2**18
 
 
+# Of so many samples all fourth powers are taken, then of one in so many.
+_ALL_OF, _ONE_IN = 128, 4
+
+
+class Pass(NamedTuple):
+    """One backward pass: how many times too large its gradients are, and c with Var(g²) <= c E[g⁴].
+
+    The constant may be smaller for squares of single samples than for those of batches; 0: nothing is random.
+    """
+
+    scale: float = 1.0
+    noise: float = 0.0
+    sample_noise: float = 0.0
+
+
 class GradientSums(Protocol):
     """Takes the gradients of one pass after the other."""
 
-    def add(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Take the gradients of one pass, which are `scale` times too large; None stands for zero."""
+    waits: bool
+    """Whether what several passes have in common may be added up first."""
+
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Take the gradients of one pass, of a batch as a whole; None stands for zero."""
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take gradients of single samples with respect to parameter number i."""
+
+    def end_pass(self) -> None:
+        """All gradients of a pass have been added."""
 
     def end_batch(self) -> None:
         """All passes of a batch have been added."""
 
 
 class DiagonalSums:
-    """Σ g² for each entry, and Σ g⁴ for its error bar, in float32 or better whatever the model's precision.
+    """Σ g² for each entry, and Σ c g⁴ for its error bar, in float32 or better whatever the model's precision.
 
     Fourth powers of small numbers underflow, so they are kept in units of a power of two near the root mean square of
     each parameter's first gradient; `noise` takes the unit out again.
     """
 
+    waits = True
+
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
         self.squares = [_zeros_like(parameter) for parameter in parameters]
-        self.fourths = [_zeros_like(parameter) for parameter in parameters] if fourth_powers else []
-        self._units = [0.0] * len(self.fourths)
+        self._keeps = fourth_powers
+        self._fourths: list[Tensor | None] = [None] * len(self.squares)  # made when the first is needed
+        self._units = [0.0] * len(self.squares)
         self._passes = 0
+        self._looks = [0] * len(self.squares)  # how often each has been added to by samples
+        self._seen = [0] * len(self.squares)  # how many samples
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Add (g/scale)² and its square; None is a parameter that the outputs do not depend on."""
         used = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
         if not used:
             return
         values = [g.to(self.squares[i].dtype) for i in used if (g := gradients[i]) is not None]
-        if scale != 1.0:
-            values = list(torch._foreach_mul(values, 1 / scale))
+        if made_by.scale != 1.0:
+            values = list(torch._foreach_mul(values, 1 / made_by.scale))
         squares = [self.squares[i] for i in used]
-        if not self.fourths:
+        if not self._keeps or not made_by.noise:
             torch._foreach_addcmul_(squares, values, values)
             return
         self._passes += 1
@@ -57,43 +88,100 @@ class DiagonalSums:
                 self._raise_unit(i, _power_of_two_near(norm / math.sqrt(value.numel())))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
-        add(values, squares, [self.fourths[i] for i in used], factors)
+        add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
+
+    @torch.no_grad()
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Add Σ_n (g_n/scale)² and the squares of its terms."""
+        if not form.samples or not self.squares[i].numel():
+            return
+        if not self._keeps or not made_by.sample_noise:
+            form.add_squares(Accumulators(self.squares[i], scale=made_by.scale))
+            return
+        self._looks[i] += 1
+        rare = self._looks[i] & (self._looks[i] - 1) == 0
+        if rare or not self._units[i]:
+            self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
+        unit, noise = self._units[i] or 1.0, made_by.sample_noise
+        every, first = self._thinned(i, form)
+        fourths = self._fourth_powers(i)
+        form.add_squares(Accumulators(self.squares[i], fourths, unit, noise, made_by.scale, every, first))
+
+    def _thinned(self, i: int, form: Form) -> tuple[int, int]:
+        """Which samples' fourth powers are taken: all of the first few, later one in four, others each time."""
+        self._seen[i] += form.samples
+        every = _ONE_IN if form.thins and self._seen[i] > _ALL_OF and form.samples % _ONE_IN == 0 else 1
+        return every, self._looks[i] % every
 
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow."""
         old = self._units[i]
         if unit > 16 * old:
-            self.fourths[i].mul_((old / unit) ** 4)
+            self._fourth_powers(i).mul_((old / unit) ** 4)
             self._units[i] = unit
+
+    def _fourth_powers(self, i: int) -> Tensor:
+        kept = self._fourths[i]
+        if kept is None:
+            kept = self._fourths[i] = torch.zeros_like(self.squares[i])
+        return kept
+
+    def end_pass(self) -> None:
+        """Nothing to do: entries know no passes."""
 
     def end_batch(self) -> None:
         """Nothing to do: entries know no batches."""
 
-    def noise(self, factor: float) -> list[Tensor]:
-        """√(factor Σ g⁴): the standard error of each Σ g², zero where nothing was kept."""
-        if not self.fourths:
-            return [torch.zeros_like(square) for square in self.squares]
-        pairs = zip(self._units, self.fourths, strict=True)
-        return [(unit or 1.0) ** 2 * (factor * fourth).sqrt() for unit, fourth in pairs]
+    def noise(self) -> list[Tensor]:
+        """√(Σ c g⁴): the standard error of each Σ g², zero where nothing was random."""
+        found = []
+        for square, fourth, unit in zip(self.squares, self._fourths, self._units, strict=True):
+            found.append(torch.zeros_like(square) if fourth is None else (unit or 1.0) ** 2 * fourth.sqrt())
+        return found
 
 
 class TraceSums:
-    """Σ ‖g‖² of each pass of each batch: all that the trace needs, and no tensor of a parameter's size."""
+    """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
+
+    waits = False
 
     def __init__(self) -> None:
-        self.batches: list[list[float]] = []
+        self.batches: list[list[float]] = []  # passes of whole batches
+        self.samples = 0.0  # Σ_n ‖g_n‖² over all passes
+        self.samples_variance = 0.0  # Σ c ‖g_n‖⁴
         self._passes: list[float] = []
+        self._whole: list[Tensor] = []
+        self._single: list[Tensor] = []
+        self._noise = 0.0
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Add ‖g/scale‖²."""
         used = [g.float() if g.dtype.itemsize < 4 else g for g in gradients if g is not None and g.numel()]
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(used)]) if used else torch.zeros(1)
-        self._passes.append(float(norms.square().sum()) / scale**2)
+        norms = torch._foreach_norm(used) if used else []
+        self._whole.extend(norm.double().square() / made_by.scale**2 for norm in norms)
+
+    @torch.no_grad()
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Add ‖g_n/scale‖² to what sample n has of other parameters."""
+        del i
+        self._single.append(form.squared_norms(torch.float64) / made_by.scale**2)
+        self._noise = made_by.sample_noise
+
+    def end_pass(self) -> None:
+        """Close the sums of this pass."""
+        if self._whole:
+            self._passes.append(float(torch.stack(self._whole).sum()))
+        if self._single:
+            norms = torch.stack(self._single).sum(0)  # [n]
+            self.samples += float(norms.sum())
+            self.samples_variance += self._noise * float(norms.square().sum())
+        self._whole, self._single = [], []
 
     def end_batch(self) -> None:
         """Close the list of this batch's passes."""
-        self.batches.append(self._passes)
+        if self._passes:
+            self.batches.append(self._passes)
         self._passes = []
 
 
@@ -107,15 +195,19 @@ def _power_of_two_near(rms: float) -> float:
     return 2.0 ** round(math.log2(rms)) if 0 < rms < math.inf else 0.0
 
 
-def _add_at_once(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float]) -> None:
+def _add_at_once(
+    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
+) -> None:
     """A few kernel launches for all parameters together."""
     products = torch._foreach_mul(values, values)
     torch._foreach_add_(squares, products)
     torch._foreach_mul_(products, factors)
-    torch._foreach_addcmul_(fourths, products, products)
+    torch._foreach_addcmul_(fourths, products, products, value=noise)
 
 
-def _add_in_chunks(values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float]) -> None:
+def _add_in_chunks(
+    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
+) -> None:
     """The same by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
     for i, value in enumerate(values):
         pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
@@ -123,4 +215,4 @@ def _add_in_chunks(values: list[Tensor], squares: list[Tensor], fourths: list[Te
             product = g * g
             square.add_(product)
             product.mul_(factors[i])
-            fourth.addcmul_(product, product)
+            fourth.addcmul_(product, product, value=noise)

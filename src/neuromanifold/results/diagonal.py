@@ -137,7 +137,16 @@ class DiagonalFisher(Mapping[str, Tensor]):
     def _footer(self) -> str:
         p, tokens = self.provenance, f", {self.positions} positions" if self.positions != self.count else ""
         lines = [f"{self.count} samples{tokens}, {p.batches} batches, {p.passes} passes; {p.estimator}: {p.target}"]
-        return "\n".join([*lines, *([p.stopped] if p.stopped else [])])
+        return "\n".join([*lines, *self._coarse(), *([p.stopped] if p.stopped else [])])
+
+    def _coarse(self) -> list[str]:
+        """What was squared by batches although the rest was squared by samples."""
+        ways = {name: self.provenance.granularity.get(name, "") for name in self}
+        coarse = [name for name, way in ways.items() if way == "batch"]
+        if not coarse or len(coarse) == len(ways):
+            return []
+        shown = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
+        return [f"squared by batches, with more noise, because no rule covers them: {shown}"]
 
 
 def load_diagonal(path: str | Path) -> DiagonalFisher:

@@ -19,7 +19,7 @@ class Provenance:
     estimator: str  # the estimator as code, e.g. "Hutchinson(probes=1, ...)"
     target: str  # what it is right for: "exact", "unbiased", "biased (...)"
     likelihood: str = "Categorical"
-    granularity: dict[str, str] = field(default_factory=dict)  # parameter: "batch" or "sample"
+    granularity: dict[str, str] = field(default_factory=dict)  # parameter: "sample", "batch", "sample, one by one"
     seeds: list[int] = field(default_factory=list)
     batches: int = 0
     passes: int = 0  # backward passes altogether
@@ -33,7 +33,7 @@ class Provenance:
 
     def plus(self, other: Provenance) -> Provenance:
         """The provenance of a sum over disjoint data; the two must have estimated the same thing in the same way."""
-        for name in ("estimator", "likelihood", "model", "granularity"):
+        for name in ("estimator", "likelihood", "model"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 advice = "Only results of the same estimator and model over disjoint data add up."
@@ -42,6 +42,7 @@ class Provenance:
             self,
             batches=self.batches + other.batches,
             passes=self.passes + other.passes,
+            granularity={**self.granularity, **_coarser(self.granularity, other.granularity)},
             seeds=sorted({*self.seeds, *other.seeds}),
             data=self.data if self.data == other.data else f"{self.data} + {other.data}",
             stopped=self.stopped or other.stopped,
@@ -72,3 +73,8 @@ class Provenance:
         """From its fields; those that a later version has added are left out."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
+
+
+def _coarser(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
+    """How parameters were done in the part that did them less well."""
+    return {name: "batch" for name in a if "batch" in (a[name], b.get(name))}

@@ -74,24 +74,34 @@ def load_trace(path: str | Path) -> TraceEstimate:
 
 
 def trace_from_passes(
-    batches: list[list[float]], noise_factor: float, count: int, provenance: Provenance, reduction: Reduction
+    batches: list[list[float]],
+    noise_factor: float,
+    samples: float,
+    samples_variance: float,
+    count: int,
+    provenance: Provenance,
+    reduction: Reduction,
 ) -> TraceEstimate:
-    """Σ ‖g‖² with a standard error from the run itself.
+    """Σ ‖g‖² over passes of whole batches and over samples, with a standard error from the run itself.
 
-    Several passes of a batch are independent copies of each other, so their spread is unbiased.  With one pass for each
-    batch the spread between batches serves, which contains how much the batches differ and is never too small on
-    average; with a single batch there is only E[T²] >= Var(T) left.
+    Of samples, Σ c ‖g‖⁴ is the variance or more, as for a single entry.  Several passes of a batch are independent
+    copies of each other, so their spread is unbiased.  With one pass for each batch the spread between batches serves,
+    which contains how much the batches differ and is never too small on average; with a single batch there is only
+    E[T²] >= Var(T) left.  The two kinds share their probes, so that their errors add, and passes need not be copies.
     """
     total = sum(map(sum, batches))
     if not noise_factor:
         variance = 0.0
+    elif samples:
+        variance = noise_factor * sum(value**2 for passes in batches for value in passes)
     elif batches and min(len(passes) for passes in batches) > 1:
         variance = sum(len(passes) * _sample_variance(passes) for passes in batches)
     elif len(batches) > 1:
         variance = len(batches) * _sample_variance([sum(passes) for passes in batches])
     else:
         variance = noise_factor * total**2
-    return TraceEstimate(total, math.sqrt(variance), count, provenance, reduction)
+    noise = math.sqrt(variance) + math.sqrt(samples_variance)
+    return TraceEstimate(total + samples, noise, count, provenance, reduction)
 
 
 def _sample_variance(values: list[float]) -> float:

@@ -64,7 +64,7 @@ def read_batch(item: object, number: int) -> Batch:
     raise TypeError(f"Batch {number} of `data`: " + message("batch", expected, got))
 
 
-def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int) -> Outputs:
+def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int, batch_dim: int = 0) -> Outputs:
     """Find the logits in a model's output, move the classes last, and work out which positions count."""
     logits = _find_logits(output)
     if logits.ndim < 2:
@@ -73,8 +73,17 @@ def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int
     if not -logits.ndim <= class_dim < logits.ndim:
         expected = f"a dimension of the logits, which have shape {list(logits.shape)}"
         raise ValueError(message("class_dim", expected, str(class_dim)))
-    logits = logits.movedim(class_dim, -1)
+    if not 0 <= batch_dim < logits.ndim and logits.ndim > 2:
+        expected = f"a dimension of the logits, which have shape {list(logits.shape)}"
+        raise ValueError(message("batch_dim", expected, str(batch_dim)))
+    if batch_dim and logits.ndim > 2:
+        logits = _samples_first(logits, batch_dim, class_dim)
+        class_dim = -1
+    else:
+        logits = logits.movedim(class_dim, -1)
     positions, labels, valid = logits.shape[:-1], batch.labels, None
+    if batch_dim and labels is not None and labels.ndim > 1:
+        labels = labels.movedim(batch_dim, 0)
     if labels is not None and labels.shape == positions and logits.shape[-1] == 1:
         labels = labels[..., None]  # one output and one target a sample, without a dimension for it
     index = labels is not None and labels.shape == positions and not labels.is_floating_point()
@@ -82,10 +91,22 @@ def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int
         labels = labels.long()
         valid = labels != ignore_index
         labels = torch.where(valid, labels, 0)
-    mask = _mask(batch.kwargs)
+    mask = _mask(batch.kwargs)  # of the inputs' layout where it is not [B, T] already
+    if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
+        mask = mask.movedim(batch_dim, 0)
     if mask is not None and logits.ndim > 2 and mask.shape == positions:
         valid = mask.bool() if valid is None else valid & mask.bool()
     return Outputs(logits, labels, valid, labels is None or index or labels.shape == logits.shape)
+
+
+def _samples_first(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:
+    """[..., B, ..., C, ...] as [B, ..., C]."""
+    class_dim %= logits.ndim
+    if class_dim == batch_dim:
+        advice = "Tell which dimension holds the classes with `class_dim`."
+        raise ValueError(message("batch_dim", "another dimension than that of the classes", str(batch_dim), advice))
+    rest = [dim for dim in range(logits.ndim) if dim not in (batch_dim, class_dim)]
+    return logits.permute(batch_dim, *rest, class_dim)
 
 
 def _mask(kwargs: dict[str, Any]) -> Tensor | None:

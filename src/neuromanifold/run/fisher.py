@@ -16,7 +16,8 @@ from neuromanifold.pullback.sums import DiagonalSums, TraceSums
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.trace import check_reduction, trace_from_passes
 from neuromanifold.run.batches import model_device
-from neuromanifold.run.loop import Counts, Granularity, Settings, choose_granularity, run
+from neuromanifold.run.granularity import Granularity, choose_granularity
+from neuromanifold.run.loop import Counts, Settings, run
 from neuromanifold.run.parameters import Selection, select_parameters
 
 Likelihood = Callable[[Tensor], Core]
@@ -35,6 +36,7 @@ def fisher_diagonal(
     rtol: float | None = None,
     progress: bool = False,
     class_dim: int = -1,
+    batch_dim: int = 0,
     ignore_index: int = -100,
 ) -> DiagonalFisher:
     """The diagonal of the network's Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
@@ -47,23 +49,26 @@ def fisher_diagonal(
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
         parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
         reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
-        granularity: "batch" squares the gradient of whole batches, "sample" that of each sample, "auto" chooses.
+        granularity: "sample" squares each sample's gradient, "batch" that of whole batches.  "auto": samples through
+            every module with a rule, in the same backward pass; the rest by batches where that is unbiased.
         seed: of the probes' noise.  Same seed, same device, same batches: same result.
         rtol: stop once the relative standard error (Σ stderr / Σ F) is that small.
         progress: show a progress bar on standard error.
         class_dim: which dimension of the logits holds the classes.
+        batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples; of
+            tensors with fewer than three dimensions it is the first.
         ignore_index: positions with this label do not count, nor samples without any other.
 
     """
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
     chosen = select_parameters(model, parameters)
-    settings = _settings(estimator, likelihood, granularity, seed, class_dim, ignore_index, progress)
+    settings = _settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
     view = check_reduction(reduction)
     sums = DiagonalSums(list(chosen.values()), fourth_powers=estimator.noise_factor > 0)
     counts = run(model, data, chosen, settings, sums, _stop_at(rtol, sums, estimator))
     return DiagonalFisher(
         dict(zip(chosen, sums.squares, strict=True)),
-        dict(zip(chosen, sums.noise(estimator.noise_factor), strict=True)),
+        dict(zip(chosen, sums.noise(), strict=True)),
         counts.samples,
         counts.positions,
         _provenance(model, data, chosen, settings, counts),
@@ -83,6 +88,7 @@ def fisher_trace(
     seed: int = 0,
     progress: bool = False,
     class_dim: int = -1,
+    batch_dim: int = 0,
     ignore_index: int = -100,
 ) -> TraceEstimate:
     """The trace of the network's Fisher information, Σ_x E_y‖∂ log p(y|x)/∂θ‖², with its standard error.
@@ -91,11 +97,13 @@ def fisher_trace(
     """
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
     chosen = select_parameters(model, parameters)
-    settings = _settings(estimator, likelihood, granularity, seed, class_dim, ignore_index, progress)
+    settings = _settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
     view, sums = check_reduction(reduction), TraceSums()
     counts = run(model, data, chosen, settings, sums)
     provenance = _provenance(model, data, chosen, settings, counts)
-    return trace_from_passes(sums.batches, estimator.noise_factor, counts.samples, provenance, view)
+    return trace_from_passes(
+        sums.batches, estimator.noise_factor, sums.samples, sums.samples_variance, counts.samples, provenance, view
+    )
 
 
 def _settings(
@@ -104,6 +112,7 @@ def _settings(
     granularity: Granularity,
     seed: int,
     class_dim: int,
+    batch_dim: int,
     ignore_index: int,
     progress: bool,
 ) -> Settings:
@@ -113,7 +122,8 @@ def _settings(
         raise TypeError(message("likelihood", expected, repr(likelihood)))
     seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
     level = choose_granularity(estimator, granularity)
-    return Settings(estimator, likelihood, level, seed, class_dim, ignore_index, progress)
+    estimator = estimator.for_batches() if level == "batch" else estimator
+    return Settings(estimator, likelihood, level, seed, class_dim, batch_dim, ignore_index, progress)
 
 
 def _stop_at(rtol: float | None, sums: DiagonalSums, estimator: Estimator) -> Callable[[Counts], str] | None:
@@ -130,7 +140,7 @@ def _stop_at(rtol: float | None, sums: DiagonalSums, estimator: Estimator) -> Ca
         if counts.batches % max(1, counts.batches // 8):
             return ""
         total = sum(float(square.double().sum()) for square in sums.squares)
-        noise = sum(float(value.double().sum()) for value in sums.noise(estimator.noise_factor))
+        noise = sum(float(value.double().sum()) for value in sums.noise())
         if not total or noise > rtol * total:
             return ""
         return f"stopped after {counts.batches} batches: relative standard error {noise / total:.3g} <= rtol {rtol:g}"
@@ -146,7 +156,7 @@ def _provenance(
         estimator=repr(settings.estimator),
         target=settings.estimator.target,
         likelihood=getattr(settings.likelihood, "__name__", repr(settings.likelihood)),
-        granularity=dict.fromkeys(chosen, settings.granularity),
+        granularity=dict(zip(chosen, counts.ways, strict=True)),
         seeds=[settings.seed] if settings.estimator.noise_factor else [],
         batches=counts.batches,
         passes=counts.passes,

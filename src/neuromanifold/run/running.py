@@ -13,7 +13,7 @@ from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.pullback.batch import BatchPullback, involves_half
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.batches import model_device
-from neuromanifold.run.loop import choose_granularity
+from neuromanifold.run.granularity import choose_granularity
 from neuromanifold.run.parameters import Selection, select_parameters
 
 
@@ -48,6 +48,7 @@ class RunningFisher:
             raise ValueError(message("decay", "a number in [0, 1)", repr(decay)))
         self.estimator = Hutchinson(deflate=1) if estimator is None else estimator
         choose_granularity(self.estimator, "batch")  # refuses what cannot be squared by batches
+        self.estimator = self.estimator.for_batches()
         self.decay, self.likelihood = float(decay), likelihood
         self._chosen = select_parameters(model, parameters)
         half = involves_half(model.parameters(), model_device(model))

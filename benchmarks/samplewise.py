@@ -1,0 +1,186 @@
+"""What a Fisher diagonal costs, sample by sample: this library and others, over a plain forward and backward pass.
+
+    python benchmarks/samplewise.py [--only MLP] [--repeats 7] [--batches 4] [--skip-others] [--quick]
+
+"Plain" is forward and backward of the summed cross-entropy into .grad.  Everything takes turns in one run; ratios of
+medians, per batch: processor time (all threads together, which says how much work there is) and time by the clock.
+Memory is the peak of one call over what the process held before (model and data), each in a process of its own.
+Tools that are not installed are left out; those that fail or are wrong (benchmarks/others.py) stay, and are named so.
+Loops are timed on a few samples and torch.func on a few classes where there are many, and multiplied: marked by ×.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import others
+import torch
+from common import Times, interleaved, keep, peak_memory, setting, table
+from models import NETWORKS, Task, task
+from torch.nn.functional import cross_entropy
+
+import neuromanifold as nm
+
+OURS = {
+    "Hutchinson(deflate=1)": (nm.Hutchinson(deflate=1), "estimate", "auto"),
+    "Hutchinson()": (nm.Hutchinson(), "estimate", "auto"),
+    "Hutchinson(), batch": (nm.Hutchinson(), "estimate", "batch"),
+    "MonteCarlo()": (nm.MonteCarlo(), "estimate", "auto"),
+    "Empirical()": (nm.Empirical(), "per sample", "auto"),
+    "Exact()": (nm.Exact(), "exact", "auto"),
+}
+BATCHES = {"MLP": 8, "transformer": 4, "ResNet-18-like": 2, "DistilBERT": 2}  # of one run
+SAMPLES, CLASSES, MANY = 4, 4, 20  # of a loop; of torch.func where there are many
+
+
+class Entry(NamedTuple):
+    """A row: what it computes, how it is built (copies and hooks, not timed), and how much of a batch it does."""
+
+    quantity: str
+    build: Callable[[int], Callable[[], object]]  # from the number of batches
+    share: float = 1.0
+    slow: bool = False  # one batch, few repeats
+
+
+def entries(case: Task) -> dict[str, Entry]:
+    many = case.classes > MANY
+    found = {"plain": Entry("gradient", lambda batches: _plain(case, batches))}
+    for name, (estimator, quantity, granularity) in OURS.items():
+        found[f"nm.{name}"] = Entry(quantity, _ours(case, estimator, granularity), 1.0, many and quantity == "exact")
+    for tool in others.TOOLS:
+        for quantity, adapter in (("per sample", others.TOOLS[tool].per_sample), ("exact", others.TOOLS[tool].exact)):
+            part, share = {}, 1.0
+            if adapter in (others.loop, others.loop_exact):
+                part, share = {"samples": SAMPLES}, SAMPLES / len(case.labels)
+            elif adapter is others.func_exact and many:
+                part, share = {"first": CLASSES}, CLASSES / case.classes
+            if adapter is not None and others.version(tool) is not None:
+                slow = many and quantity == "exact" and not others.TOOLS[tool].random
+                found[f"{tool}, {quantity}"] = Entry(quantity, _theirs(case, adapter, part), min(share, 1.0), slow)
+    return found
+
+
+def _plain(case: Task, batches: int) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(batches):
+            case.model.zero_grad(set_to_none=True)
+            output = case.model(**case.inputs) if isinstance(case.inputs, dict) else case.model(case.inputs)
+            logits = output.logits if hasattr(output, "logits") else output
+            cross_entropy(logits, case.labels, reduction="sum").backward()
+
+    return work
+
+
+def _ours(case: Task, estimator: nm.Estimator, granularity: str) -> Callable[[int], Callable[[], object]]:
+    return lambda batches: (
+        lambda: nm.fisher_diagonal(case.model, [case.batch] * batches, estimator, granularity=granularity)
+    )
+
+
+def _theirs(case: Task, adapter: Callable[..., others.Work], part: dict) -> Callable[[int], Callable[[], object]]:
+    def build(batches: int) -> Callable[[], object]:
+        work = adapter(*others.tensor_model(case), case.labels, case.classes, **part)
+        return lambda: [work() for _ in range(batches)][-1]
+
+    return build
+
+
+def one_call(network: str, small: str, name: str) -> Callable[[], object]:
+    """What `peak_memory` calls in a process of its own: one batch."""
+    warnings.simplefilter("ignore")
+    return entries(task(network, small == "small"))[name].build(1)
+
+
+def verdict(network: str, name: str, entry: Entry) -> str:
+    """Right, wrong or fails, on the small version of the network."""
+    if entry.quantity not in ("per sample", "exact"):
+        return ""
+    exact = entry.quantity == "exact"
+    if not name.startswith("nm."):
+        return others.check(name.split(",")[0], network, exact, draws=20)
+    small = task(network, small=True)
+    truth = {key.removeprefix("model."): value for key, value in others.reference(small, exact).items()}
+    try:
+        fim = nm.fisher_diagonal(small.model, [small.batch], OURS[name.removeprefix("nm.")][0]).sum
+        return others.compare(truth, {key: fim[key] for key in truth})
+    except Exception as error:
+        return others.failure(error)
+
+
+def measure(network: str, options: argparse.Namespace) -> str:
+    size = "small" if options.quick else "full"
+    case = task(network, options.quick)
+    batches = options.batches or (1 if options.quick else BATCHES[network])
+    rows, memory, functions, verdicts = entries(case), {}, {}, {}
+    if options.skip_others:
+        rows = {name: entry for name, entry in rows.items() if name == "plain" or name.startswith("nm.")}
+    for name, entry in rows.items():
+        verdicts[name] = verdict(network, name, entry)
+        try:  # memory first, under a limit: what does not fit is never run in this process
+            if verdicts[name].startswith("fails"):
+                continue
+            memory[name] = peak_memory("samplewise:one_call", network, size, name, limit=options.memory_limit)
+            functions[name] = entry.build(1 if entry.slow else batches)
+        except Exception as error:
+            verdicts[name] = others.failure(error)
+        gc.collect()
+        print(f"{network} · {name} · {memory.get(name, float('nan')):.0f} MiB · {verdicts[name]}", flush=True)
+    slow = {name: min(2, options.repeats) for name in functions if rows[name].slow}
+    times = interleaved(functions, options.repeats, torch.device("cpu"), slow)
+    lines = [_line(name, rows[name], times, memory, verdicts[name], batches) for name in rows]
+    parameters = sum(parameter.numel() for parameter in case.model.parameters()) / 1e6
+    head = f"## {network}: {parameters:.1f} M parameters, B={len(case.labels)}, C={case.classes}"
+    plain = f"Plain: {1000 * times['plain'].wall / batches:.1f} ms a batch, {memory['plain']:.0f} MiB."
+    header = ["", "quantity", "processor time", "time", "memory, MiB", "memory over plain", "small version, float64"]
+    return "\n\n".join([head, plain, table(header, lines)])
+
+
+def _line(
+    name: str, entry: Entry, times: dict[str, Times], memory: dict[str, float], said: str, batches: int
+) -> list[str]:
+    if name not in times:
+        return [name, entry.quantity, "", "", "", "", said]
+    done = entry.share * (1 if entry.slow else batches)
+    ratios = [
+        own / done / (plain / batches) for own, plain in zip(times[name], times["plain"], strict=True)
+    ]  # wall, processor
+    mark = f" (×{1 / entry.share:.0f})" if entry.share < 1 else ""
+    over = memory[name] / memory["plain"]
+    figures = [f"{ratios[1]:.2f}{mark}", f"{ratios[0]:.2f}{mark}", f"{memory[name]:.0f}", f"{over:.2f}"]
+    return [name, entry.quantity, *figures, said]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=NETWORKS, help="one network instead of all")
+    parser.add_argument("--repeats", default=7, type=int)
+    parser.add_argument("--batches", type=int, help="batches of one run (default: 2 to 8, by network)")
+    parser.add_argument("--skip-others", action="store_true", help="this library only")
+    parser.add_argument("--memory-limit", default=12.0, type=float, help="GiB that a tool may take (address space)")
+    parser.add_argument("--quick", action="store_true", help="small networks, one repeat: does everything run?")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    options.repeats = 1 if options.quick else options.repeats
+    arguments = [f"--only {options.only}"] if options.only else []
+    arguments += [f"--repeats {options.repeats}"] + ([f"--batches {options.batches}"] if options.batches else [])
+    arguments += [flag for flag in ("--skip-others", "--quick") if getattr(options, flag[2:].replace("-", "_"))]
+    head = setting(f"python benchmarks/samplewise.py {' '.join(arguments)}", torch.device("cpu"))
+    installed = [f"{tool} {others.version(tool)}" for tool in others.TOOLS if others.version(tool) is not None]
+    if not options.skip_others:
+        head += " · " + ", ".join(name for name in installed if not name.startswith(("loop", "torch.func")))
+    sections = [measure(network, options) for network in ([options.only] if options.only else NETWORKS)]
+    title = "# Sample by sample: cost over plain forward + backward"
+    note = "Processor time and time are ratios to plain, per batch; ×n: measured on a part of the batch and multiplied."
+    text = "\n\n".join([title, head, note, *sections])
+    if options.quick or options.only:
+        print(text)  # a part of the result does not replace it
+    else:
+        keep("samplewise-cpu", text)
+
+
+if __name__ == "__main__":
+    main()

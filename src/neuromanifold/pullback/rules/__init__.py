@@ -1,0 +1,17 @@
+"""Rules: from a layer's input and the gradient of its output to gradients of single samples.  One file per family."""
+
+from neuromanifold.pullback.rules import convolution, embedding, linear, normalisation, scales
+from neuromanifold.pullback.rules.registry import Call, NotApplicableError, Rule, find_rule, rule
+
+__all__ = [
+    "Call",
+    "NotApplicableError",
+    "Rule",
+    "convolution",
+    "embedding",
+    "find_rule",
+    "linear",
+    "normalisation",
+    "rule",
+    "scales",
+]

@@ -1,0 +1,169 @@
+"""Convolutions in one, two and three dimensions, and transposed ones, with every option of torch's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, root_mean_square, tile_size
+from neuromanifold.pullback.rules.normalisation import sum_over
+from neuromanifold.pullback.rules.registry import Call, rule
+
+
+@dataclass
+class Convolution(Form):
+    """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
+
+    On a CPU each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
+    arithmetic of an ordinary backward.  On a GPU windows are written out for a few samples at a time and multiplied.
+    """
+
+    x: Tensor
+    g: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    groups: int
+
+    def __post_init__(self) -> None:
+        self.samples = self.x.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.x.device
+
+    def magnitude(self) -> Tensor:
+        """As if positions added up at random."""
+        positions = (self.x if self.transposed else self.g)[0:1, :, 0].numel()
+        size: Tensor = root_mean_square(self.x) * root_mean_square(self.g) * positions**0.5
+        return size
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """[stop - start, *shape]."""
+        if self.device.type != "cpu" and self.groups == 1:
+            return self._product(start, stop).gradients(0, stop - start, dtype)
+        return self._weight_gradient(self.x[start:stop].to(dtype), self.g[start:stop].to(dtype), self.shape)
+
+    def add_squares(self, to: Accumulators) -> None:
+        """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
+        size = self.shape.numel()
+        if self.device.type != "cpu" and self.groups == 1:
+            for start, stop in self._pieces_of_windows():
+                first = (to.first - start) % to.every
+                self._product(start, stop).add_squares(replace(to, first=first))
+        elif size <= tile_size(self.device) or self.groups > 1:
+            super().add_squares(to)
+        else:
+            self._add_squares_by_rows(to)
+
+    def _add_squares_by_rows(self, to: Accumulators) -> None:
+        dtype, rows = to.squares.dtype, max(1, tile_size(self.device) // self.shape[1:].numel())
+        for row in range(0, self.shape[0], rows):
+            block, stop = to.narrow(row, row + rows), min(row + rows, self.shape[0])
+            shape = torch.Size((stop - row, *self.shape[1:]))
+            for n in range(self.samples):
+                x, g = self.x[n : n + 1].to(dtype), self.g[n : n + 1].to(dtype)
+                x, g = (x[:, :, row:stop], g) if self.transposed else (x, g[:, :, row:stop])
+                block.add(self._weight_gradient(x, g, shape).mul_(to.factor), n)
+
+    def _weight_gradient(self, x: Tensor, g: Tensor, shape: torch.Size) -> Tensor:
+        """torch's own, with samples as groups: [n, *shape]."""
+        n = x.shape[0]
+        if not n:
+            return torch.zeros(0, *shape, dtype=x.dtype, device=x.device)
+        weight = torch.empty((), dtype=x.dtype, device=x.device).expand(n * shape[0], *shape[1:])
+        found = torch.ops.aten.convolution_backward(
+            g.transpose(0, 1).flatten(1, 2),  # [m, n·o, *space]
+            x.transpose(0, 1).flatten(1, 2),
+            weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self._output_padding(),
+            n * self.groups,
+            [False, True, False],
+        )[1]
+        gradients: Tensor = found.view(n, *shape)
+        return gradients
+
+    def _output_padding(self) -> list[int]:
+        """What is left over of the output of a transposed convolution."""
+        if not self.transposed:
+            return [0] * len(self.stride)
+        found = []
+        for d, size in enumerate(self.g.shape[3:]):
+            covered = (self.x.shape[3 + d] - 1) * self.stride[d] + self.dilation[d] * (self.shape[2 + d] - 1) + 1
+            found.append(size + 2 * self.padding[d] - covered)
+        return found
+
+    def _product(self, start: int, stop: int) -> Product:
+        """The same with windows written out; the transposed one slides over its output."""
+        slid, fixed = (self.g, self.x) if self.transposed else (self.x, self.g)
+        slid, fixed = slid[start:stop], fixed[start:stop]
+        n, m = slid.shape[:2]
+        space = fixed.shape[3:]
+        pad = [amount for size in reversed(self.padding) for amount in (size, size)]
+        slid = functional.pad(slid.flatten(0, 1), pad).contiguous()
+        kernel, steps = self.shape[2:], slid.stride()
+        windows = slid.as_strided(
+            (n * m, slid.shape[1], *kernel, *space),
+            (
+                *steps[:2],
+                *(step * dilation for step, dilation in zip(steps[2:], self.dilation, strict=True)),
+                *(step * stride for step, stride in zip(steps[2:], self.stride, strict=True)),
+            ),
+        ).reshape(n, m, slid.shape[1] * kernel.numel(), space.numel())  # [n, m, c·k, t]
+        left = fixed.flatten(3).transpose(2, 3).flatten(1, 2)  # [n, m·t, o]
+        return Product(left, windows.transpose(2, 3).flatten(1, 2), self.shape)
+
+    def _pieces_of_windows(self) -> list[tuple[int, int]]:
+        one = (self.x if not self.transposed else self.g)[:1].numel() * self.shape[2:].numel()
+        step = max(1, tile_size(self.device) // max(1, one))
+        return [(start, min(start + step, self.samples)) for start in range(0, self.samples, step)]
+
+
+@rule(
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    extra_dims=True,
+)
+def convolution(call: Call) -> dict[str, Form]:
+    """The weight's gradients as a Convolution, the bias's as sums over positions."""
+    module = call.module
+    assert isinstance(module, nn.modules.conv._ConvNd)
+    space = len(module.kernel_size)
+    x, g = (_with_rows(t, space) for t in (call.x, call.g))  # [n, m, c, *space]
+    found: dict[str, Form] = {}
+    if "weight" in call.wanted:
+        x, padding = _padded(module, x)
+        options = (tuple(module.stride), padding, tuple(module.dilation), module.transposed, module.groups)
+        found["weight"] = Convolution(x, g, module.weight.shape, *options)
+    if "bias" in call.wanted:
+        found["bias"] = Dense(sum_over(g, (1, *range(3, g.ndim))))
+    return found
+
+
+def _with_rows(values: Tensor, space: int) -> Tensor:
+    """[n, ..., c, *space] as [n, m, c, *space], for a batch without samples, too."""
+    last = values.shape[-space - 1 :]
+    return values.reshape(values.shape[0], values.shape[1 : -space - 1].numel(), *last)
+
+
+def _padded(module: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input, and how much zero padding is still to be added by the convolution itself."""
+    none = (0,) * len(module.kernel_size)
+    if module.padding == "valid":
+        return x, none
+    if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        return x, tuple(module.padding)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    amounts = module._reversed_padding_repeated_twice
+    padded = functional.pad(x.flatten(0, 1), amounts, mode)
+    return padded.view(*x.shape[:2], *padded.shape[1:]), none

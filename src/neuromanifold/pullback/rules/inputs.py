@@ -1,0 +1,103 @@
+"""What a module under examination is called with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core.checks import message
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a call; tensors whose first dimension is as long as that of the first argument hold samples."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return len(self.args[0])
+
+    @property
+    def plain(self) -> bool:
+        """A single argument."""
+        return len(self.args) == 1 and not self.options
+
+    def sliced(self, cut: Callable[[Tensor], Tensor]) -> Inputs:
+        """Something done to all tensors that hold samples."""
+
+        def each(value: Any) -> Any:
+            return cut(value) if isinstance(value, Tensor) and value.ndim and len(value) == self.samples else value
+
+        return Inputs(tuple(map(each, self.args)), {key: each(value) for key, value in self.options.items()})
+
+    def first(self, samples: int) -> Inputs:
+        """Only the first few samples."""
+        return self.sliced(lambda t: t[:samples])
+
+    def one(self, n: int) -> Inputs:
+        """Only sample number n."""
+        return self.sliced(lambda t: t[n : n + 1])
+
+    def ready(self, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
+        """Copies of the module and of these, in a precision; float64 has the values of float32."""
+
+        def each(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = value.detach().clone()
+            return value.float().to(dtype) if value.is_floating_point() else value
+
+        module = copy.deepcopy(module).float().to(dtype).eval()
+        for parameter in own_parameters(module).values():
+            parameter.requires_grad_(True)
+        return module, Inputs(tuple(map(each, self.args)), {key: each(value) for key, value in self.options.items()})
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that are not in a part of it."""
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def check_inputs(module: nn.Module, inputs: object, options: Mapping[str, Any] | None, samples: int) -> Inputs:
+    """Whether the module can be called with these, and treats the samples apart."""
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not args or not isinstance(args[0], Tensor):
+        got = (
+            f"a tuple that begins with {type(args[0]).__name__}" if isinstance(inputs, tuple) and args else repr(inputs)
+        )
+        raise TypeError(message("inputs", "a tensor, or a tuple that begins with one", got))
+    x = args[0]
+    if not x.ndim or len(x) < 2:
+        advice = "The first dimension holds the samples."
+        raise ValueError(message("inputs", "at least two samples", f"shape {list(x.shape)}", advice))
+    given = Inputs(args, dict(options or {})).first(samples)
+    copied, ready = given.ready(module, torch.float64)
+    with torch.no_grad():
+        try:
+            output = copied(*ready.args, **ready.options)
+            parts = [copied(*ready.one(n).args, **ready.one(n).options) for n in range(ready.samples)]
+        except Exception as error:
+            expected = f"what a {type(module).__name__} in float64 can be called with"
+            raise ValueError(message("inputs", expected, f"{type(error).__name__}: {error}")) from error
+    if not isinstance(output, Tensor):
+        advice = "A rule gets one output gradient; a module with several outputs cannot have one."
+        raise TypeError(message("module", "one that returns a tensor", f"a {type(output).__name__}", advice))
+    if not output.ndim or len(output) != given.samples or not output.is_floating_point():
+        expected = f"one whose output has the {given.samples} samples as its first dimension"
+        raise ValueError(message("module", expected, f"{output.dtype} of shape {list(output.shape)}"))
+    if not bool(output.isfinite().all()):
+        raise ValueError(message("inputs", "such that the output is finite", "NaN or infinity in it"))
+    if not torch.allclose(
+        torch.cat(parts), output, rtol=1e-6, atol=1e-9 * float(output.abs().max()) if output.numel() else 0
+    ):
+        advice = "Samples that influence each other have no gradients of their own, and the module can have no rule."
+        raise ValueError(message("module", "one that treats samples apart", "other outputs for single samples", advice))
+    return given

@@ -1,0 +1,172 @@
+"""Taps: where a module's input and the gradient of its output are picked up, for the time of a call only.
+
+Before a module with a rule runs, its parameters are replaced by detached ones, so that autograd neither keeps anything
+for their gradients nor computes them; right after, they are put back, and the output goes through a `Tap`, an identity
+whose backward hands the gradient to whoever is listening.  What autograd still connects to a parameter is then exactly
+what no rule covers: a use outside of the module.
+
+The tap shares the output's memory without being a view of it, so a model may go on working on it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from neuromanifold.pullback.rules import Rule, find_rule
+
+Listener = Callable[["Record", Tensor], None]
+
+
+@dataclass(eq=False)
+class Site:
+    """A module with a rule, and those of its parameters that are asked for."""
+
+    module: nn.Module
+    rule: Rule
+    parameters: dict[str, int]  # name in the module: number among the chosen parameters
+    detached: dict[str, Tensor]
+    originals: dict[str, nn.Parameter]
+
+
+@dataclass(eq=False)
+class Record:
+    """One call of a module: all that its rule will need, but for the gradient."""
+
+    site: Site
+    parameters: dict[str, int]
+    x: Tensor
+    others: tuple[Any, ...]
+    options: dict[str, Any]
+    shape: torch.Size  # of the output
+    version: int | None  # of x, which must not be changed in place afterwards
+    node: Any = None  # of the tap in autograd's graph
+    meetings: list[Any] = field(default_factory=list)  # where its gradients are picked up instead, if shared
+
+    @property
+    def changed(self) -> bool:
+        """Whether the input has been overwritten since."""
+        return self.version is not None and self.x._version != self.version
+
+
+class Tap(torch.autograd.Function):
+    """The identity; its backward tells what passes."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, output: Tensor, root: Tensor, tell: Callable[[Tensor], None]) -> Tensor:
+        """Another tensor with the same memory.  `root` is what autograd is asked to go to."""
+        del root
+        ctx.tell = tell  # type: ignore[attr-defined]
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """Tell, and pass on."""
+        ctx.tell(g)
+        return g, None, None
+
+
+class Taps:
+    """The taps of one model.  `records` are the calls since `begin`."""
+
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self.plain: set[int] = set()  # parameters that rules must leave alone
+        self.sites = [site for module in model.modules() if (site := _site(module, numbers)) is not None]
+        self.records: list[Record] = []
+        self.listener: Listener | None = None
+        self.root = torch.empty(0, requires_grad=True)
+        self._recording = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks on the modules while inside; every trace of them is gone afterwards, whatever happens."""
+        handles = []
+        try:
+            for site in self.sites:
+                handles.append(site.module.register_forward_pre_hook(_before(self, site), with_kwargs=True))
+                hook = site.module.register_forward_hook(
+                    _after(self, site), with_kwargs=True, prepend=True, always_call=True
+                )
+                handles.append(hook)
+            yield
+        finally:
+            self.restore()
+            for handle in handles:
+                handle.remove()
+            self.records, self.listener = [], None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Calls inside are recorded; what came before is forgotten.  Activation checkpoints call modules later, too."""
+        self.records, self.root, self._recording = [], torch.empty(0, requires_grad=True), True
+        try:
+            yield
+        finally:
+            self._recording = False
+            self.restore()
+
+    def restore(self) -> None:
+        """Put every parameter back into its module."""
+        for site in self.sites:
+            site.module._parameters.update(site.originals)
+
+    def swap(self, site: Site) -> None:
+        """Detached parameters for those that are asked for, but for the plain ones."""
+        for name, number in site.parameters.items():
+            if number not in self.plain:
+                site.module._parameters[name] = site.detached[name]  # type: ignore[assignment]
+
+    def tapped(self, site: Site, args: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Tensor:
+        """The output behind a tap, and a record of the call; as it is if all parameters are plain."""
+        wanted = {name: number for name, number in site.parameters.items() if number not in self.plain}
+        if not wanted:
+            return output
+        named = dict(options)
+        x = args[0] if args else named.pop(next(iter(named)))
+        version = None if x.is_inference() else x._version
+        record = Record(site, wanted, x, args[1:], named, output.shape, version)
+        if self._recording:
+            self.records.append(record)
+        through: Tensor = Tap.apply(output, self.root, lambda g: self._tell(record, g))  # type: ignore[no-untyped-call]
+        record.node = through.grad_fn
+        return through
+
+    def _tell(self, record: Record, g: Tensor) -> None:
+        if self.listener is not None:
+            self.listener(record, g)
+
+
+def _site(module: nn.Module, numbers: dict[int, int]) -> Site | None:
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    chosen = {name: numbers[id(parameter)] for name, parameter in own.items() if id(parameter) in numbers}
+    found = find_rule(module) if chosen else None
+    if found is None:
+        return None
+    return Site(module, found, chosen, {name: own[name].detach() for name in chosen}, {n: own[n] for n in chosen})
+
+
+def _before(taps: Taps, site: Site) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        del module, args, options
+        if torch.is_grad_enabled():
+            taps.swap(site)
+
+    return hook
+
+
+def _after(taps: Taps, site: Site) -> Callable[..., Tensor | None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: object) -> Tensor | None:
+        module._parameters.update(site.originals)
+        x = args[0] if args else next(iter(options.values()), None)
+        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and isinstance(x, Tensor)):
+            return None
+        return taps.tapped(site, args, options, output)
+
+    return hook
