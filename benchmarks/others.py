@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import importlib.metadata
 import math
 import warnings
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from common import RESULTS, table
+from common import keep, setting, table
 from models import NETWORKS, Task, task
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax
@@ -298,9 +297,8 @@ def _curvlinops(kind: type, model: nn.Module, inputs: Tensor, labels: Tensor) ->
 
 
 class Tool(NamedTuple):
-    """What to import, the distribution it comes in, and an adapter for each quantity it has."""
+    """The distribution it comes in, and an adapter for each quantity it has."""
 
-    module: str
     distribution: str
     per_sample: Adapter
     exact: Adapter | None
@@ -308,24 +306,25 @@ class Tool(NamedTuple):
 
 
 TOOLS = {
-    "loop": Tool("torch", "torch", loop, loop_exact),
-    "torch.func": Tool("torch", "torch", func, func_exact),
-    "BackPACK": Tool("backpack", "backpack-for-pytorch", backpack, backpack_exact),
-    "Opacus": Tool("opacus", "opacus", opacus, None),
-    "ASDL": Tool("asdl", "asdfghjkl", asdl, asdl_exact),
-    "NNGeometry": Tool("nngeometry", "nngeometry", nngeometry, nngeometry_exact),
-    "curvlinops": Tool("curvlinops", "curvlinops-for-pytorch", curvlinops, curvlinops_exact, random=True),
+    "loop": Tool("torch", loop, loop_exact),
+    "torch.func": Tool("torch", func, func_exact),
+    "BackPACK": Tool("backpack-for-pytorch", backpack, backpack_exact),
+    "Opacus": Tool("opacus", opacus, None),
+    "ASDL": Tool("asdfghjkl", asdl, asdl_exact),
+    "NNGeometry": Tool("nngeometry", nngeometry, nngeometry_exact),
+    "curvlinops": Tool("curvlinops-for-pytorch", curvlinops, curvlinops_exact, random=True),
 }
 
 
 def version(tool: str) -> str | None:
-    """Its version, or None where it is not installed.  (ASDL shares its import name with another package.)"""
+    """Its version, or None where it is not installed.  Imports nothing: that takes long, and memory.
+
+    By the name of the distribution, since ASDL shares its import name with another package.
+    """
     try:
-        number = importlib.metadata.version(TOOLS[tool].distribution)
-        importlib.import_module(TOOLS[tool].module)
-    except ImportError:  # PackageNotFoundError is one
+        return importlib.metadata.version(TOOLS[tool].distribution)
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return number
 
 
 # ------------------------------------------------------------------------------------------------------------ check
@@ -404,7 +403,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=NETWORKS, help="one network instead of all")
     parser.add_argument("--tool", choices=list(TOOLS), help="one tool instead of all")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/others.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
@@ -416,9 +414,12 @@ def main() -> None:
                 rows.append([f"{tool} {number or ''}".strip(), name, quantity, verdict.replace("|", "\\|")])
                 print(" · ".join(rows[-1]), flush=True)
     text = table(["tool", "network (small)", "quantity", "against a float64 loop"], rows)
-    print(f"\n{text}")
-    if options.keep:
-        (RESULTS / "others.md").write_text(f"# What other tools give\n\n{text}\n")
+    head = setting("python benchmarks/others.py", torch.device("cpu"))
+    text = "\n\n".join(["# What other tools give, against a float64 loop over samples and classes", head, text])
+    if options.only or options.tool:
+        print(f"\n{text}")  # a part of the result does not replace it
+    else:
+        keep("others", text)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ class Plan:
         self.direct: dict[int, list[Meeting]] = {}  # parameters used outside of modules with a rule
         self._numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._orders: dict[int, Order] = {}  # of parameters
-        self._shared: set[int] = set()  # modules whose rows turned out not to be samples
-        self._tried = 0  # with how many samples rows have been tried out: 1 tells less than 2
+        self._excluded: set[tuple[tuple[int, int], int]] = set()  # calls, and dimensions known not to hold the samples
+        self._tried: set[object] = set()  # uses whose rows have been tried out
 
     @property
     def records(self) -> list[Record]:
@@ -134,26 +134,28 @@ class Plan:
         if not found or any(m.is_product or "samples" not in m.orders(self.samples) for m in found):
             return False
         record.meetings = found
+        if self.samples > 1:  # in another batch there may be as many rows as samples, by chance
+            self._excluded |= {(record.key, 0), (record.key, 1)}
         return True
 
     def _layout(self, record: Record) -> tuple[int, int] | None:
         """Which dimension holds the samples, and how many rows each of them has there; None if there is none."""
         shape, x = record.shape, record.x
-        if id(record.site) in self._shared:
-            return None
         dim = self.batch_dim if len(shape) > 2 else 0
-        if dim >= min(len(shape), x.ndim) or x.shape[dim] != shape[dim]:
-            return None
-        rows, samples = shape[dim], self.samples
-        if rows == samples:
-            return dim, 1
-        if dim == 0 and record.site.rule.extra_dims and samples and rows and rows % samples == 0:
-            return dim, rows // samples
+        samples, flexible = self.samples, record.site.rule.extra_dims
+        for d in (dim, 1) if flexible and len(shape) > 2 else (dim,):
+            fits = d < min(len(shape), x.ndim) and shape[d] == x.shape[d] == samples
+            if fits and (record.key, d) not in self._excluded:
+                return d, 1
+        stacked = samples and len(shape) and shape[0] == x.shape[0] and shape[0] > samples and not shape[0] % samples
+        if flexible and stacked and (record.key, 0) not in self._excluded:
+            return 0, shape[0] // samples
         return None
 
     def _rows_are_samples(self, logits: Tensor, backward: Backward) -> bool:
         """Try out where rows belong to samples; False if something has been given up for which that is not so."""
-        if min(self.samples, 2) <= self._tried:
+        uses = self._kinds_of_uses()
+        if uses <= self._tried:
             return True
         trials: list[_Trial] = []
         for mask, cotangent in _from_some_samples(logits):
@@ -170,7 +172,18 @@ class Plan:
                 g = found[k]
                 if g is not None:
                     trials.extend(self._trials_at_edge(what, meeting, g, touches_others))
-        return self._judge(trials)
+        return self._judge(trials, uses)
+
+    def _kinds_of_uses(self) -> set[object]:
+        """What has to be tried out once, and with more than one sample: every use, in each of its layouts."""
+        many = self.samples > 1
+        calls: set[object] = set()
+        for record in self.records:
+            layout = self._layout(record)
+            calls.add((record.key, None if layout is None else (layout[0], layout[1] > 1), many))
+        for i, found in self.direct.items():
+            calls.update((i, k, tuple(meeting.orders(self.samples)), many) for k, meeting in enumerate(found))
+        return calls
 
     def _trials_of_call(self, record: Record, g: Tensor, touches: Callable[[Tensor], Tensor]) -> Iterator[_Trial]:
         numbers, layout = tuple(record.parameters.values()), self._layout(record)
@@ -178,13 +191,11 @@ class Plan:
             record.site.rule.function(self.call(record, g))
         except NotApplicableError:
             yield _Trial(numbers, None, None, torch.ones((), dtype=torch.bool))
-        if layout is None:
-            yield _Trial(numbers, record, None, touches(g))
-            return
+        assert layout is not None
         dim, rows = layout
         g = g.movedim(dim, 0)
         if rows == 1:
-            yield _Trial(numbers, record, None, touches(g))
+            yield _Trial(numbers, record, None, touches(g), dim)
         else:
             for order in _ORDERS:
                 yield _Trial(numbers, record, order, touches(samples_first(g, self.samples, order)))
@@ -205,17 +216,17 @@ class Plan:
             touched = touches(meeting.rows(g, self.samples, order)) if order in possible else torch.ones(())
             yield _Trial((what,), None, order, touched)
 
-    def _judge(self, trials: list[_Trial]) -> bool:
+    def _judge(self, trials: list[_Trial], uses: set[object]) -> bool:
         """Keep orders in which no row of others was touched; give up, or look further on, where there is none."""
         failed: dict[int, set[Order | None]] = {}
-        undecided, given_up, elsewhere = False, set(), set()
+        undecided, given_up, excluded = False, set(), set()
         for trial in trials:
             for i in trial.parameters:
                 orders = failed.setdefault(i, set())
                 if bool(trial.touched):
                     orders.add(trial.order)
                     if trial.record is not None and trial.order is None:
-                        elsewhere.add(id(trial.record.site))
+                        excluded.add((trial.record.key, trial.dim))
         ordered = {i for trial in trials for i in trial.parameters if trial.order is not None}
         for i, orders in failed.items():
             right = [order for order in _ORDERS if order not in orders]
@@ -223,13 +234,13 @@ class Plan:
                 given_up.add(i)
             elif i in ordered:
                 undecided |= len(right) > 1
-                self._orders[i] = right[0]
-        if elsewhere - self._shared:  # the output may be shared by the samples although it has as many rows
-            self._shared |= elsewhere
+                self._orders[i] = self._orders[i] if self._orders.get(i) in right else right[0]
+        if excluded:  # the samples are another dimension, or none, although there are as many rows
+            self._excluded |= excluded
             return False
         self.taps.plain |= given_up
         if not given_up and not undecided:
-            self._tried = min(self.samples, 2)
+            self._tried |= uses
         return not given_up
 
 
@@ -240,6 +251,7 @@ class _Trial(NamedTuple):
     record: Record | None  # of a call whose rows are the samples, going by its shape
     order: Order | None  # None: there is only one
     touched: Tensor
+    dim: int = 0  # of the record's output
 
 
 def _from_some_samples(logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -62,7 +62,7 @@ class SamplePullback:
             with self.taps.recording():
                 outputs = evaluate()
             logits = logits_of(outputs)
-            if not logits.requires_grad or self.plan.settled(logits, self._try_out):
+            if not logits.requires_grad or not len(logits) or self.plan.settled(logits, self._try_out):
                 self._uses = self.plan.uses()
                 return outputs
 

@@ -46,6 +46,7 @@ class Record:
     options: dict[str, Any]
     shape: torch.Size  # of the output
     version: int | None  # of x, which must not be changed in place afterwards
+    key: tuple[int, int]  # of the site, and how many of its calls came before in the same forward pass
     node: Any = None  # of the tap in autograd's graph
     meetings: list[Any] = field(default_factory=list)  # where its gradients are picked up instead, if shared
 
@@ -83,6 +84,7 @@ class Taps:
         self.listener: Listener | None = None
         self.root = torch.empty(0, requires_grad=True)
         self._recording = False
+        self._calls: dict[int, int] = {}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -105,7 +107,8 @@ class Taps:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Calls inside are recorded; what came before is forgotten.  Activation checkpoints call modules later, too."""
-        self.records, self.root, self._recording = [], torch.empty(0, requires_grad=True), True
+        self.records, self._calls = [], {}
+        self.root, self._recording = torch.empty(0, requires_grad=True), True
         try:
             yield
         finally:
@@ -131,8 +134,10 @@ class Taps:
         named = dict(options)
         x = args[0] if args else named.pop(next(iter(named)))
         version = None if x.is_inference() else x._version
-        record = Record(site, wanted, x, args[1:], named, output.shape, version)
+        before = self._calls.get(id(site), 0)
+        record = Record(site, wanted, x, args[1:], named, output.shape, version, (id(site), before))
         if self._recording:
+            self._calls[id(site)] = before + 1
             self.records.append(record)
         through: Tensor = Tap.apply(output, self.root, lambda g: self._tell(record, g))  # type: ignore[no-untyped-call]
         record.node = through.grad_fn

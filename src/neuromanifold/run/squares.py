@@ -125,6 +125,8 @@ class SampleSquares(Squares):
     def add_all(self, outputs: Outputs, cotangents: Iterator[Cotangent]) -> None:
         """Several at once where they are small and the model allows it."""
         logits = outputs.logits
+        if not len(logits):
+            return  # an empty batch, of which nothing can be learnt
         apart = self._half or logits.dtype == torch.float16 or (self._positions_apart and logits.ndim > 2)
         while group := list(islice(cotangents, 1)):
             left = group[0].left
