@@ -90,8 +90,12 @@ def _theirs(case: Task, adapter: Callable[..., others.Work], part: dict) -> Call
 
 
 def one_call(network: str, small: str, name: str) -> Callable[[], object]:
-    """What `peak_memory` calls in a process of its own: one batch."""
+    """What `peak_memory` calls in a process of its own: one batch.
+
+    First on the small network, because torch loads parts of itself (70 MiB for vmap) when they are first called.
+    """
     warnings.simplefilter("ignore")
+    entries(task(network, small=True))[name].build(1)()
     return entries(task(network, small == "small"))[name].build(1)
 
 
@@ -149,7 +153,7 @@ def _line(
         own / done / (plain / batches) for own, plain in zip(times[name], times["plain"], strict=True)
     ]  # wall, processor
     mark = f" (×{1 / entry.share:.0f})" if entry.share < 1 else ""
-    over = memory[name] / memory["plain"]
+    over = memory[name] / max(memory["plain"], 1.0)  # below 1 MiB on the small networks of --quick
     figures = [f"{ratios[1]:.2f}{mark}", f"{ratios[0]:.2f}{mark}", f"{memory[name]:.0f}", f"{over:.2f}"]
     return [name, entry.quantity, *figures, said]
 

@@ -100,3 +100,60 @@ def test_a_weight_shared_by_two_models_parts_and_frozen_in_one() -> None:
     assert set(result) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-14)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: the data decide which rows a module gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chosen = (rows[:, 0] > 0).nonzero()[:, 0]
+        mixed = rows.index_copy(0, chosen, self.expert(rows[chosen]))
+        return self.head(torch.tanh(mixed).view(x.shape).sum(1))
+
+
+class LateMixing(nn.Module):
+    """Samples influence each other, but only in large batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y - torch.tanh(y).mean(0) if len(x) > 2 else y
+
+
+def _routed(samples_and_positions: list[tuple[int, int]]) -> Tensor:
+    x = torch.randn(4, 3, 4).double()
+    x[..., 0] = -1.0
+    for sample, position in samples_and_positions:
+        x[sample, position, 0] = 1.0
+    return x
+
+
+def test_rows_that_the_data_choose_are_looked_at_in_every_batch() -> None:
+    """As many rows as samples each time; one for each sample first, then three of one sample."""
+    torch.manual_seed(0)
+    model = Experts().double()
+    data = [_routed([(0, 0), (1, 2), (2, 1), (3, 0)]), _routed([(0, 0), (0, 1), (0, 2), (2, 0)])]
+    _assert_right(model, data)
+
+
+def test_mixing_that_begins_later_is_noticed() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 4).double()
+    _assert_right(LateMixing().double(), [x[:2], x])
+
+
+def _assert_right(model: nn.Module, data: list[Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nm.SlowPathWarning)
+        result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.fisher_diagonal(model, lambda m, x=x: m(x))[name] for x in data)
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)

@@ -63,15 +63,18 @@ def test_ignored_and_masked_positions_do_not_count() -> None:
     valid = torch.rand(16, 4, generator=torch.Generator().manual_seed(0)) < 0.6
     valid[:, 0] = True
     labels = torch.where(valid, Y.view(16, 4), -100)
-    flat = nm.fisher_diagonal(MODEL, [X.view(16, 4, 4)[valid]], nm.Hutchinson(20), reduction="sum")
-    by_label = nm.fisher_diagonal(MODEL, [(tokens, labels)], nm.Hutchinson(20), reduction="sum")
-    model = Wrapped(lambda z: z)
-    by_mask = nm.fisher_diagonal(
-        model, [{"x": tokens, "attention_mask": valid.long()}], nm.Hutchinson(20), reduction="sum"
-    )
-    for result, prefix in ((by_label, ""), (by_mask, "net.")):
-        assert (result.count, result.positions) == (16, int(valid.sum()))
-        assert torch.equal(result[f"{prefix}0.weight"], flat["0.weight"])
+    masked = {"x": tokens, "attention_mask": valid.long()}
+    whole = {"reduction": "sum", "granularity": "batch"}
+    for estimator, options in ((nm.Hutchinson(20), whole), (nm.Exact(), {"reduction": "sum"})):
+        flat = nm.fisher_diagonal(MODEL, [tokens[valid]], estimator, **options)
+        by_label = nm.fisher_diagonal(MODEL, [(tokens, labels)], estimator, **options)
+        by_mask = nm.fisher_diagonal(Wrapped(lambda z: z), [masked], estimator, **options)
+        for result, prefix in ((by_label, ""), (by_mask, "net.")):
+            assert (result.count, result.positions) == (16, int(valid.sum()))
+            torch.testing.assert_close(result[f"{prefix}0.weight"], flat["0.weight"], rtol=1e-12, atol=0)
+    random = nm.fisher_diagonal(MODEL, [(tokens, labels)], nm.Hutchinson(400, orthogonal=False), reduction="sum")
+    for name in random:  # positions of a sample are added before they are squared: another noise, the same mean
+        assert ((random[name] - flat[name]).abs() <= 7 * random.stderr[name]).all()
     other = nm.fisher_diagonal(MODEL, [(tokens, torch.where(valid, Y.view(16, 4), 7))], ignore_index=7)
     assert other.positions == int(valid.sum())
 
@@ -295,5 +298,6 @@ def test_bad_input_gets_a_clear_error(name: str) -> None:
 
 
 def test_slow_paths_are_announced() -> None:
-    with pytest.warns(nm.SlowPathWarning, match=r"Exact.*right, but slow.*Hutchinson"):
-        nm.fisher_diagonal(MODEL, [X[:2]], nm.Exact())
+    model = nn.Bilinear(4, 4, 3).double()
+    with pytest.warns(nm.SlowPathWarning, match=r"weight.*right, but slow.*random probes"):
+        nm.fisher_diagonal(model, [{"input1": X[:2], "input2": X[:2]}], nm.Exact())

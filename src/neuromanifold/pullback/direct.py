@@ -13,6 +13,7 @@ Between there and s there may be reshapes, slices and casts.  Anything else is n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +31,18 @@ Order = Literal["samples", "positions"]
 _BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0")
 _PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
+_ROUTING = (
+    "Index",
+    "Gather",
+    "Scatter",
+    "MaskedSelect",
+    "MaskedScatter",
+    "Take",
+    "Sort",
+    "Topk",
+    "PackPadded",
+    "Unique",
+)
 _STRUCTURAL = (
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
@@ -135,6 +148,24 @@ def consumers(root: Node) -> dict[Node, list[Edge]]:
                 found[below] = [(node, i)]
                 waiting.append(below)
     return found
+
+
+def sends_rows_by_data(nodes: Iterable[Node], samples: int) -> bool:
+    """Whether a graph has operations that pick or place rows by what the data say, so that each batch differs."""
+    return any(node.name().startswith(_ROUTING) and not _keeps_rows(node, samples) for node in nodes)
+
+
+def _keeps_rows(node: Node, samples: int) -> bool:
+    """Whether such an operation leaves the first dimension alone: it works on another, or takes row n for sample n."""
+    dim = getattr(node, "_saved_dim", None)
+    if dim is not None:
+        signed = dim - 2**64 if dim >= 2**63 else dim
+        return bool(signed % max(1, len(node._input_metadata[0].shape)) != 0)
+    first = (getattr(node, "_saved_indices", None) or (torch.zeros(0),))[0]
+    if first is None:
+        return True
+    first = first.flatten()
+    return len(first) == samples and bool((first == torch.arange(samples, device=first.device)).all())
 
 
 def meetings(node: Node, shape: torch.Size, samples: int, used_by: dict[Node, list[Edge]]) -> list[Meeting] | None:

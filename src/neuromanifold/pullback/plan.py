@@ -9,6 +9,7 @@ Parameters with a rule at every use are done by samples, the others by autograd.
 Whether rows are samples is tried out: a backward pass from some of the samples only must leave the rows of all others
 at exactly zero, and one from the others must leave those of the first at zero.  This also tells in which order samples
 and positions are where they share a dimension; as long as both orders are possible, it is done again with each batch.
+So it is where the graph has other operations than before, or sends rows where the data say (mixtures of experts).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.pullback.direct import Meeting, Order, consumers, meetings, samples_first
+from neuromanifold.pullback.direct import Meeting, Order, consumers, meetings, samples_first, sends_rows_by_data
 from neuromanifold.pullback.forms import Form
 from neuromanifold.pullback.rules import Call, NotApplicableError
 from neuromanifold.pullback.taps import Record, Taps
@@ -43,7 +44,8 @@ class Plan:
         self._numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._orders: dict[int, Order] = {}  # of parameters
         self._excluded: set[tuple[tuple[int, int], int]] = set()  # calls, and dimensions known not to hold the samples
-        self._tried: set[object] = set()  # uses whose rows have been tried out
+        self._tried: set[object] = set()  # uses whose rows have been tried out, in which kind of graph
+        self._graph: int | None = None  # the kind of the last graph; None if it may differ each time
 
     @property
     def records(self) -> list[Record]:
@@ -60,6 +62,7 @@ class Plan:
         """Look at a new graph; False if rules took a parameter that they cannot do: then forward has to be repeated."""
         self.samples = logits.shape[0]
         used_by = consumers(logits.grad_fn)
+        self._graph = None if sends_rows_by_data(used_by, self.samples) else hash(tuple(n.name() for n in used_by))
         self.taps.records = [record for record in self.records if record.node in used_by]
         direct = self._direct_uses(used_by)
         covered = {i for record in self.records for i in record.parameters.values()}
@@ -155,7 +158,7 @@ class Plan:
     def _rows_are_samples(self, logits: Tensor, backward: Backward) -> bool:
         """Try out where rows belong to samples; False if something has been given up for which that is not so."""
         uses = self._kinds_of_uses()
-        if uses <= self._tried:
+        if self._graph is not None and uses <= self._tried:
             return True
         trials: list[_Trial] = []
         for mask, cotangent in _from_some_samples(logits):
@@ -180,9 +183,10 @@ class Plan:
         calls: set[object] = set()
         for record in self.records:
             layout = self._layout(record)
-            calls.add((record.key, None if layout is None else (layout[0], layout[1] > 1), many))
+            calls.add((self._graph, record.key, None if layout is None else (layout[0], layout[1] > 1), many))
         for i, found in self.direct.items():
-            calls.update((i, k, tuple(meeting.orders(self.samples)), many) for k, meeting in enumerate(found))
+            orders = (tuple(meeting.orders(self.samples)) for meeting in found)
+            calls.update((self._graph, i, k, order, many) for k, order in enumerate(orders))
         return calls
 
     def _trials_of_call(self, record: Record, g: Tensor, touches: Callable[[Tensor], Tensor]) -> Iterator[_Trial]:

@@ -179,9 +179,12 @@ class SamplePullback:
             self._take_call(record, g)
 
     def _take_call(self, record: Record, g: Tensor) -> None:
-        for name, form in record.site.rule.function(self.plan.call(record, g)).items():
-            if name in record.parameters:
-                self._take(record.parameters[name], form, record)
+        forms = record.site.rule.function(self.plan.call(record, g))
+        for name, i in record.parameters.items():
+            if name not in forms:
+                kind = type(record.site.module).__name__
+                raise TypeError(f"The rule of {kind} gives nothing for {name!r}, which it is registered for.")
+            self._take(i, forms[name], record)
         if self._last:
             record.x = record.x.new_empty(0)  # as autograd lets go of what it has used
 
