@@ -1,10 +1,12 @@
 """Real networks with real inputs: folders that shared/realdata/prepare.py makes, smaller exports of them, and digits.
 
 TASK/model/, TASK/task.json, TASK/data.csv or data.npz     as prepared (see shared/realdata/README.md)
-EXPORT/config.json, model.safetensors, inputs.safetensors, task.json      a few inputs, weights in half precision
+EXPORT/config.json, model.safetensors, inputs.safetensors, task.json      a few inputs, and weights in less space
 
-An export is for a machine that the whole task does not fit onto: matrices are rounded to float16 (and read as float32
-again), vectors are kept, inputs are token ids or uint8 images.  So its network is the task's up to this rounding.
+An export is for a machine that the whole task does not fit onto.  Inputs are token ids or uint8 images.  Rows of the
+word embedding that these inputs do not look up are left out (and are zero when read: nothing depends on them), and a
+matrix with at most 256 values is a table of these values and a byte for each entry.  That loses nothing.  If it is not
+enough, the other matrices are rounded to float16; task.json says so.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def load(folder: str, samples: int, size: int, device: torch.device, dtype: torc
     rows = _rows(facts["rows"], samples)
     exported = (home / "inputs.safetensors").exists()
     raw = _exported(home, samples) if exported else _raw(home, facts, rows)
-    model = _model(home if exported else home / "model", facts["kind"]).to(device, dtype)
+    model = _model(home if exported else home / "model", facts["kind"], exported).to(device, dtype)
     parts = [{key: value[i : i + size] for key, value in raw.items()} for i in range(0, len(raw["labels"]), size)]
     batches = [_ready(part, facts, device, dtype, pixels) for part in parts]
     return RealTask(facts["task"], model, batches, facts["classes"], _about(facts), facts["provenance"])
@@ -56,14 +58,47 @@ def export(folder: str, target: str, samples: int) -> None:
     home, out = Path(folder), Path(target)
     out.mkdir(parents=True, exist_ok=True)
     facts = json.loads((home / "task.json").read_text(encoding="utf-8"))
-    weights = load_file(home / "model" / "model.safetensors")
-    half = {k: v.half() if v.ndim > 1 and v.is_floating_point() else v for k, v in weights.items()}
-    save_file({k: v.contiguous() for k, v in half.items()}, out / "model.safetensors", {"format": "pt"})
-    save_file(_raw(home, facts, _rows(facts["rows"], samples)), out / "inputs.safetensors")
+    inputs = _raw(home, facts, _rows(facts["rows"], samples))
+    weights = _packed(load_file(home / "model" / "model.safetensors"), inputs)
+    note = "weights unchanged, but for words that do not occur"
+    if sum(value.numel() * value.element_size() for value in weights.values()) > LIMIT:
+        matrices = {key for key, value in weights.items() if value.ndim > 1 and value.is_floating_point()}
+        weights = {key: value.half() if key in matrices else value for key, value in weights.items()}
+        note = "matrices rounded to float16"
+    save_file({key: value.contiguous() for key, value in weights.items()}, out / "model.safetensors")
+    save_file(inputs, out / "inputs.safetensors")
     (out / "config.json").write_text((home / "model" / "config.json").read_text())
-    (out / "task.json").write_text(json.dumps({**facts, "exported": "matrices rounded to float16"}, indent=2))
+    (out / "task.json").write_text(json.dumps({**facts, "exported": note}, indent=2))
     total = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {samples} inputs, {total / 1e6:.1f} MB" + (", more than 60 MB" if total > LIMIT else ""))
+    print(f"{out}: {samples} inputs, {total / 1e6:.1f} MB ({note})" + (": MORE THAN 60 MB" if total > LIMIT else ""))
+
+
+def _packed(weights: Inputs, inputs: Inputs) -> Inputs:
+    """NAME, or NAME:codes (bytes) and NAME:values; and NAME:rows where only some rows are kept."""
+    made: Inputs = {}
+    for name, value in weights.items():
+        if name.endswith("word_embeddings.weight"):
+            made[f"{name}:rows"] = rows = inputs["input_ids"].unique()
+            value = value[rows]
+        few = value.ndim > 1 and len(value.flatten()[:4096].unique()) <= 256
+        values, codes = value.unique(return_inverse=True) if few else (value[:0], value)
+        if few and len(values) <= 256:
+            made[f"{name}:codes"], made[f"{name}:values"] = codes.to(torch.uint8), values
+        else:
+            made[name] = value
+    return made
+
+
+def _unpacked(packed: Inputs, shapes: dict[str, torch.Size]) -> Inputs:
+    """What `_packed` made, in float32; rows that were left out are zero."""
+    made: Inputs = {}
+    for name, shape in shapes.items():
+        codes = packed.get(f"{name}:codes")
+        value = packed[name] if codes is None else packed[f"{name}:values"][codes.long()]
+        rows = packed.get(f"{name}:rows")
+        value = value.float() if value.is_floating_point() else value
+        made[name] = value if rows is None else value.new_zeros(shape).index_copy(0, rows, value)
+    return made
 
 
 def _rows(rows: int, samples: int) -> Tensor:
@@ -100,11 +135,17 @@ def _exported(home: Path, samples: int) -> Inputs:
     return {key: value[:samples] for key, value in raw.items()}
 
 
-def _model(home: Path, kind: str) -> nn.Module:
-    from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+def _model(home: Path, kind: str, packed: bool) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
 
     auto = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}[kind]
-    return auto.from_pretrained(home, dtype=torch.float32).eval()
+    if not packed:
+        return auto.from_pretrained(home, dtype=torch.float32).eval()
+    from safetensors.torch import load_file
+
+    model, stored = auto.from_config(AutoConfig.from_pretrained(home)).float(), load_file(home / "model.safetensors")
+    model.load_state_dict(_unpacked(stored, {name: value.shape for name, value in model.state_dict().items()}))
+    return model.eval()
 
 
 def _ready(part: Inputs, facts: dict, device: torch.device, dtype: torch.dtype, pixels: int) -> Inputs:

@@ -308,7 +308,7 @@ def test_magnitudes_are_about_right(name: str) -> None:
     assert 0.1 < float(form.magnitude() / rms) < 10
 
 
-# ---------------------------------------------------------------------------------------------- which modules have a rule
+# --------------------------------------------------------------------------------------------- which modules have one
 
 
 class OwnForward(nn.Linear):
@@ -342,7 +342,6 @@ def _patched() -> nn.Module:
         (OneMore(), False),
         (_patched(), False),
         (nn.Bilinear(2, 2, 2), False),
-        (nn.Embedding(3, 2, scale_grad_by_freq=True), False),
         (nn.BatchNorm1d(2, track_running_stats=False), False),
         (nn.LayerNorm(2, elementwise_affine=False), False),
         (nn.LSTM(2, 2), False),

@@ -77,8 +77,8 @@ class Meeting:
             return []
         if self.is_product:
             role = _PRODUCTS[self.node.name()][self.input]
-            turns = [node.name() for node in self.path if node.name() not in _CASTS]
-            straight = turns in ([], ["TBackward0"]) if role == "matrix" else role == "bias" and not turns
+            turns = [_transposes(node) for node in self.path if node.name() not in _CASTS]
+            straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
             if not straight or result[0] % samples or (role == "bias" and len(arriving) != 1):
                 return []
             return ["samples"] if result[0] == samples else ["samples", "positions"]
@@ -96,7 +96,7 @@ class Meeting:
         if self.partner is None:
             return Dense(g.sum(1))
         x = samples_first(self.partner, samples, order)  # [n, t, i]
-        turned = any(node.name() == "TBackward0" for node in self.path)
+        turned = any(_transposes(node) for node in self.path)
         return Product(g, x) if turned else Product(x, g)
 
     def rows(self, g: Tensor, samples: int, order: Order) -> Tensor:
@@ -124,6 +124,14 @@ class Meeting:
     def _arriving(self) -> torch.Size:
         """The shape in which the tensor arrives at the meeting."""
         return torch.Size(self.path[0]._input_metadata[0].shape) if self.path else self.shape
+
+
+def _transposes(node: Node) -> bool:
+    """Whether a node is the transposition of a matrix."""
+    matrix = len(node._input_metadata[0].shape) == 2
+    if node.name() == "PermuteBackward0":
+        return matrix and node._saved_dims[0] % 2 == 1
+    return matrix and node.name() in ("TBackward0", "TransposeBackward0")
 
 
 def samples_first(rows: Tensor, samples: int, order: Order) -> Tensor:
