@@ -80,12 +80,12 @@ def _packed(weights: Inputs, inputs: Inputs) -> Inputs:
         if name.endswith("word_embeddings.weight"):
             made[f"{name}:rows"] = rows = inputs["input_ids"].unique()
             value = value[rows]
-        few = value.ndim > 1 and len(value.flatten()[:4096].unique()) <= 256
-        values, codes = value.unique(return_inverse=True) if few else (value[:0], value)
-        if few and len(values) <= 256:
-            made[f"{name}:codes"], made[f"{name}:values"] = codes.to(torch.uint8), values
-        else:
-            made[name] = value
+        made[name] = value
+        if value.ndim > 1 and len(value.flatten()[:4096].unique()) <= 256:  # a glance first
+            values, codes = value.unique(return_inverse=True)
+            if len(values) <= 256:
+                made[f"{name}:codes"], made[f"{name}:values"] = codes.to(torch.uint8), values
+                del made[name]
     return made
 
 
