@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from neuromanifold.reports.error_cost import FLOOR, all_error_costs, error_cost, label, plot_error_cost
+from neuromanifold.reports.error_cost import CEILING, FLOOR, all_error_costs, error_cost, label, plot_error_cost
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -17,7 +17,7 @@ def row(name: str, granularity: str, error: float, passes: int = 1, curve: bool 
 
 
 def write(folder: Path, task: str, classes: int, embeddings: bool = False) -> Path:
-    rows = [row("Hutchinson()", "batch", 0.3), row("Empirical()", "sample", 0.7, target="biased (given labels)")]
+    rows = [row("Hutchinson()", "batch", 0.3), row("Empirical()", "sample", 123.0, target="biased (given labels)")]
     probes = [m for m in (1, 2, 4) if m < classes - 1] + [classes - 1]
     rows += [row(f"Hutchinson(probes={m}, deflate=1)", "sample", 0.1 / m, m, curve=True) for m in probes]
     rows[-1]["errors"]["rest"]["relmae"] = 0.0
@@ -38,7 +38,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert [point.error for point in network.curve] == [0.1, 0.05, 0.025, 0.0]
     assert network.by_batches.error == 0.3
     assert [(point.by_samples, point.unbiased) for point in network.points] == [(False, True), (True, False)]
-    assert label(network.points[1]) == "Empirical(), by samples (biased)"
+    assert label(network.points[1]) == "Empirical() by samples, biased"
     assert [point.cost for point in error_cost(tmp_path / "accuracy-six.json", "time").curve] == [1.5, 3, 6, 7.5]
     assert error_cost(tmp_path / "accuracy-six.json", group="all").curve[0].error == 0.2
 
@@ -70,12 +70,13 @@ def test_the_picture_draws_the_data(tmp_path: Path) -> None:
     two, six = figure.axes
     curve, level, *points = six.lines
     assert list(curve.get_xdata()) == [1, 2, 4, 5]
-    assert list(curve.get_ydata()) == [0.1, 0.05, 0.025, FLOOR]  # an error of zero stands at rounding
+    assert list(curve.get_ydata()) == [0.1, 0.05, 0.025, FLOOR]  # an error of zero stands at the lower edge
     assert set(level.get_ydata()) == {0.3}
     assert {line.get_label(): line.get_ydata()[0] for line in points} == {
-        "Hutchinson(), by batches": 0.3,
-        "Empirical(), by samples (biased)": 0.7,
+        "Hutchinson() by batches": 0.3,
+        "Empirical() by samples, biased": CEILING,
     }
+    assert [text.get_text() for text in six.texts] == ["123"]  # what is above the ceiling is told
     assert six.get_xscale() == six.get_yscale() == "log"
     assert "C = 2" in two.get_title()
     (legend,) = figure.legends

@@ -51,6 +51,11 @@ class Estimator(ABC):
         del alone
         return [self.noise_factor] * self.passes(core)
 
+    @property
+    def independent_passes(self) -> bool:
+        """Whether the passes of a batch are independent copies of each other."""
+        return self.noise_factor > 0
+
     def for_batches(self) -> Estimator:
         """What to use where whole batches are squared: the same, unless something else has less noise there."""
         return self

@@ -115,6 +115,11 @@ class Hutchinson(Estimator):
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
         return [0.0] * leading + [self.noise_factor * left] * m
 
+    @property
+    def independent_passes(self) -> bool:
+        """Not if they are orthogonal."""
+        return not self._together
+
     def for_batches(self) -> Hutchinson:
         """With independent probes: cross terms between samples shrink with their number, however many there are."""
         return replace(self, orthogonal=False)

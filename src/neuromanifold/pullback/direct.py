@@ -79,7 +79,8 @@ class Meeting:
             role = _PRODUCTS[self.node.name()][self.input]
             turns = [_transposes(node) for node in self.path if node.name() not in _CASTS]
             straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
-            if not straight or result[0] % samples or (role == "bias" and len(arriving) != 1):
+            factors = (getattr(self.node, "_saved_alpha", 1), getattr(self.node, "_saved_beta", 1))
+            if factors != (1, 1) or not straight or result[0] % samples or (role == "bias" and len(arriving) != 1):
                 return []
             return ["samples"] if result[0] == samples else ["samples", "positions"]
         shared = len(arriving) < len(result) or (len(arriving) == len(result) and arriving[0] == 1)
@@ -182,7 +183,10 @@ def meetings(node: Node, shape: torch.Size, samples: int, used_by: dict[Node, li
     waiting: list[tuple[Node, tuple[Node, ...]]] = [(node, ())]
     while waiting:
         below, path = waiting.pop()
-        for user, i in used_by.get(below, []):
+        users = used_by.get(below, [])
+        if not users:
+            return None  # the output itself
+        for user, i in users:
             name, meeting = user.name(), Meeting(user, i, path, shape)
             if (name in _BROADCASTS or name in _PRODUCTS) and meeting.orders(samples):
                 meeting.partner = _partner(meeting)

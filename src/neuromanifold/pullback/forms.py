@@ -233,7 +233,7 @@ class SquaredProduct(Form):
     squares: Tensor  # Σ_c (left_c/unit)², [n, o]
     fourths: Tensor  # Σ_c weight_c (left_c/unit)⁴
     right: Tensor  # [n, i]
-    unit: Tensor  # a power of two
+    unit: Tensor  # a power of two; 0 as long as all have been zero
     shape: torch.Size
 
     @classmethod
@@ -241,15 +241,17 @@ class SquaredProduct(Form):
         """An empty sum."""
         left, right = product.left[:, 0, 0], product.right[:, 0, 0]
         zeros = torch.zeros(left.shape, dtype=dtype, device=left.device)
-        size = root_mean_square(left).clamp(min=1e-30)
-        return cls(zeros, zeros.clone(), right, torch.exp2(torch.log2(size).round()).to(dtype), product.shape)
+        return cls(zeros, zeros.clone(), right, torch.zeros((), dtype=dtype, device=left.device), product.shape)
 
     def __post_init__(self) -> None:
         self.samples = self.right.shape[0]
 
     def add_cotangents(self, left: Tensor, scale: float, weight: float) -> None:
         """Take the factors [..., n, o] of one or several cotangents; overwrites nothing."""
-        squares = (left.to(self.squares.dtype) / (scale * self.unit)).square_()
+        size = (root_mean_square(left) / scale).to(self.unit.dtype)
+        first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
+        self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
+        squares = (left.to(self.squares.dtype) / (scale * torch.where(self.unit == 0, 1.0, self.unit))).square_()
         self.squares += squares if left.ndim == 2 else squares.sum(0)
         if weight:
             squares.square_()

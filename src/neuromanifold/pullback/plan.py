@@ -6,18 +6,17 @@ Parameters with a rule at every use are done by samples, the others by autograd.
 * such a call whose output all samples share (position ids of shape [1, T]), or a parameter outside of modules with a
   rule, where it meets the samples in a way that `direct` knows.
 
-Whether rows are samples is tried out: a backward pass from some of the samples only must leave the rows of all others
-at exactly zero, and one from the others must leave those of the first at zero.  This also tells in which order samples
-and positions are where they share a dimension; as long as both orders are possible, it is done again with each batch.
+Whether rows are samples is tried out (`trial.py`).  This also tells in which order samples and positions are where they
+share a dimension; as long as both orders are possible, or nothing but zeros was seen, it is done again with each batch.
 So it is where the graph has other operations than before, or sends rows where the data say (mixtures of experts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -25,6 +24,7 @@ from neuromanifold.pullback.direct import Meeting, Order, consumers, meetings, s
 from neuromanifold.pullback.forms import Form
 from neuromanifold.pullback.rules import Call, NotApplicableError
 from neuromanifold.pullback.taps import Record, Taps
+from neuromanifold.pullback.trial import Sketch, Trial, sketch
 
 Backward = Callable[[Tensor, Tensor, Callable[[Record, Tensor], None]], dict[int, Tensor | None]]
 """Sends a cotangent back; tells the taps' gradients, and gives those at the plan's edges."""
@@ -61,9 +61,14 @@ class Plan:
     def settled(self, logits: Tensor, backward: Backward) -> bool:
         """Look at a new graph; False if rules took a parameter that they cannot do: then forward has to be repeated."""
         self.samples = logits.shape[0]
+        if logits.grad_fn is None:  # a parameter itself
+            self.by_autograd |= {self._numbers[id(logits)]} if id(logits) in self._numbers else set()
+            return True
         used_by = consumers(logits.grad_fn)
         self._graph = None if sends_rows_by_data(used_by, self.samples) else hash(tuple(n.name() for n in used_by))
-        self.taps.records = [record for record in self.records if record.node in used_by]
+        for record in self.records:
+            record.node = record.node if record.node in used_by else None  # its output is not used
+        self.taps.records = [record for record in self.records if record.node is not None]
         direct = self._direct_uses(used_by)
         covered = {i for record in self.records for i in record.parameters.values()}
         refused = {
@@ -100,20 +105,20 @@ class Plan:
         """Gradients of single samples at a parameter's own meeting."""
         return meeting.form(g, self.samples, self._orders.get(i, "samples"))
 
-    def call(self, record: Record, g: Tensor) -> Call:
+    def call(self, record: Record, g: Tensor, trial: bool = False) -> Call:
         """What a rule gets: samples first, in the input and in the gradient."""
         x = record.x
         if record.meetings:  # one input for all samples
             x = x.expand(g.shape[0], *x.shape)
         else:
-            layout = self._layout(record)
+            layout = self.layout(record)
             assert layout is not None
             dim, rows = layout
             x, g = x.movedim(dim, 0), g.movedim(dim, 0)
             if rows > 1:
                 order = self._orders.get(next(iter(record.parameters.values())), "samples")
                 x, g = (samples_first(t, self.samples, order) for t in (x, g))
-        return Call(record.site.module, x, record.others, record.options, g, frozenset(record.parameters))
+        return Call(record.site.module, x, record.others, record.options, g, frozenset(record.parameters), trial)
 
     def _direct_uses(self, used_by: dict[Any, Any]) -> dict[int, list[Meeting] | None]:
         """Parameters that the graph reaches outside of modules with a rule, and where they meet the samples."""
@@ -131,7 +136,7 @@ class Plan:
         """Whether a call's input is still there, and its rows are samples or meet the samples later."""
         if record.changed:
             return False
-        if self._layout(record) is not None:
+        if self.layout(record) is not None:
             return True
         found = meetings(record.node, record.shape, self.samples, used_by) if record.site.rule.extra_dims else None
         if not found or any(m.is_product or "samples" not in m.orders(self.samples) for m in found):
@@ -141,9 +146,11 @@ class Plan:
             self._excluded |= {(record.key, 0), (record.key, 1)}
         return True
 
-    def _layout(self, record: Record) -> tuple[int, int] | None:
+    def layout(self, record: Record) -> tuple[int, int] | None:
         """Which dimension holds the samples, and how many rows each of them has there; None if there is none."""
         shape, x = record.shape, record.x
+        if len(shape) < 2:
+            return None
         dim = self.batch_dim if len(shape) > 2 else 0
         samples, flexible = self.samples, record.site.rule.extra_dims
         for d in (dim, 1) if flexible and len(shape) > 2 else (dim,):
@@ -157,113 +164,128 @@ class Plan:
 
     def _rows_are_samples(self, logits: Tensor, backward: Backward) -> bool:
         """Try out where rows belong to samples; False if something has been given up for which that is not so."""
-        uses = self._kinds_of_uses()
-        if self._graph is not None and uses <= self._tried:
+        if self._graph is not None and self._kinds_of_uses() <= self._tried:
             return True
-        trials: list[_Trial] = []
-        for mask, cotangent in _from_some_samples(logits):
-
-            def touches_others(rows: Tensor, mask: Tensor = mask) -> Tensor:
-                return ((rows.flatten(1) != 0).any(1) & ~mask).any()
-
-            def look(record: Record, g: Tensor, touches: Callable[[Tensor], Tensor] = touches_others) -> None:
-                if not record.meetings:
-                    trials.extend(self._trials_of_call(record, g, touches))
-
-            found = backward(logits, cotangent, look)
+        trial, looks = Trial(logits), _Looks(self)
+        for cotangent in trial.cotangents:
+            found = backward(logits, cotangent, looks.at_tap)
             for k, (what, meeting) in enumerate(self.edges()):
                 g = found[k]
                 if g is not None:
-                    trials.extend(self._trials_at_edge(what, meeting, g, touches_others))
-        return self._judge(trials, uses)
+                    looks.at_edge(what, meeting, g)
+        return self._decide(looks, trial)
 
     def _kinds_of_uses(self) -> set[object]:
         """What has to be tried out once, and with more than one sample: every use, in each of its layouts."""
-        many = self.samples > 1
-        calls: set[object] = set()
-        for record in self.records:
-            layout = self._layout(record)
-            calls.add((self._graph, record.key, None if layout is None else (layout[0], layout[1] > 1), many))
+        uses: set[object] = {self.kind_of(record) for record in self.records}
         for i, found in self.direct.items():
-            orders = (tuple(meeting.orders(self.samples)) for meeting in found)
-            calls.update((self._graph, i, k, order, many) for k, order in enumerate(orders))
-        return calls
+            uses.update(self.kind_of(i, meeting) for meeting in found)
+        return uses
 
-    def _trials_of_call(self, record: Record, g: Tensor, touches: Callable[[Tensor], Tensor]) -> Iterator[_Trial]:
-        numbers, layout = tuple(record.parameters.values()), self._layout(record)
-        try:
-            record.site.rule.function(self.call(record, g))
-        except NotApplicableError:
-            yield _Trial(numbers, None, None, torch.ones((), dtype=torch.bool))
-        assert layout is not None
-        dim, rows = layout
-        g = g.movedim(dim, 0)
-        if rows == 1:
-            yield _Trial(numbers, record, None, touches(g), dim)
-        else:
-            for order in _ORDERS:
-                yield _Trial(numbers, record, order, touches(samples_first(g, self.samples, order)))
-
-    def _trials_at_edge(
-        self, what: Record | int, meeting: Meeting, g: Tensor, touches: Callable[[Tensor], Tensor]
-    ) -> Iterator[_Trial]:
+    def kind_of(self, what: Record | int, meeting: Meeting | None = None) -> object:
+        """One use, in one layout."""
+        many = self.samples > 1
         if isinstance(what, Record):
-            one = meeting.gradients(g)
-            try:
-                what.site.rule.function(self.call(what, one))
-            except NotApplicableError:
-                yield _Trial(tuple(what.parameters.values()), None, None, torch.ones((), dtype=torch.bool))
-            yield _Trial(tuple(what.parameters.values()), None, None, touches(g))
-            return
-        possible = meeting.orders(self.samples)
-        for order in _ORDERS:
-            touched = touches(meeting.rows(g, self.samples, order)) if order in possible else torch.ones(())
-            yield _Trial((what,), None, order, touched)
+            layout = self.layout(what)
+            shape = None if layout is None else (layout[0], layout[1] > 1)
+            return self._graph, what.key, shape, len(what.shape), many
+        assert meeting is not None
+        return self._graph, what, self.direct[what].index(meeting), tuple(meeting.orders(self.samples)), many
 
-    def _judge(self, trials: list[_Trial], uses: set[object]) -> bool:
-        """Keep orders in which no row of others was touched; give up, or look further on, where there is none."""
-        failed: dict[int, set[Order | None]] = {}
-        undecided, given_up, excluded = False, set(), set()
-        for trial in trials:
-            for i in trial.parameters:
-                orders = failed.setdefault(i, set())
-                if bool(trial.touched):
-                    orders.add(trial.order)
-                    if trial.record is not None and trial.order is None:
-                        excluded.add((trial.record.key, trial.dim))
-        ordered = {i for trial in trials for i in trial.parameters if trial.order is not None}
-        for i, orders in failed.items():
-            right = [order for order in _ORDERS if order not in orders]
-            if None in orders or (i in ordered and not right):
-                given_up.add(i)
-            elif i in ordered:
-                undecided |= len(right) > 1
-                self._orders[i] = self._orders[i] if self._orders.get(i) in right else right[0]
+    def _decide(self, looks: _Looks, trial: Trial) -> bool:
+        """Keep the orders in which rows are samples; give up, or look further on, where there is none."""
+        wrong: dict[int, set[Order | None]] = {}
+        ordered: set[int] = set()
+        tried: set[object] = set()
+        excluded: set[tuple[tuple[int, int], int]] = set()
+        for look in looks.all():
+            right, seen = trial.judge(*look.sketches) if len(look.sketches) == 2 else (look.possible, False)
+            tried |= {look.use} if seen else set()
+            ordered |= set(look.parameters) if look.order else set()
+            for i in look.parameters:
+                wrong.setdefault(i, set())
+                if not (right and look.possible):
+                    wrong[i].add(look.order)
+                    excluded |= {look.excludes} if look.excludes and look.possible else set()
         if excluded:  # the samples are another dimension, or none, although there are as many rows
             self._excluded |= excluded
             return False
+        given_up = looks.refused
+        for i, orders in wrong.items():
+            possible = [order for order in _ORDERS if order not in orders]
+            if None in orders or (i in ordered and not possible):
+                given_up.add(i)
+            elif i in ordered:
+                self._orders[i] = self._orders[i] if self._orders.get(i) in possible else possible[0]
+                if len(possible) > 1:  # not decided: to be tried again
+                    tried = {use for use in tried if use not in looks.uses_of(i)}
         self.taps.plain |= given_up
-        if not given_up and not undecided:
-            self._tried |= uses
+        self._tried |= tried if self.samples > 1 else self._kinds_of_uses()
         return not given_up
 
 
-class _Trial(NamedTuple):
-    """Whether rows of other samples were touched, at one use of some parameters, if it has this order."""
+@dataclass
+class _Look:
+    """The gradients at one use of some parameters, read in one order."""
 
+    use: object
     parameters: tuple[int, ...]
-    record: Record | None  # of a call whose rows are the samples, going by its shape
-    order: Order | None  # None: there is only one
-    touched: Tensor
-    dim: int = 0  # of the record's output
+    order: Order | None = None  # None: there is only one
+    excludes: tuple[tuple[int, int], int] | None = None  # a call and a dimension that is not the samples if this fails
+    possible: bool = True  # going by the shape
+    sketches: list[Sketch] = field(default_factory=list)
 
 
-def _from_some_samples(logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some samples, then the others: which, and a cotangent that is zero for the rest."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(logits.shape[0], generator=generator) < 0.5
-    if len(mask) > 1:
-        mask[0], mask[-1] = True, False
-    noise = torch.randn(logits.shape, generator=generator)
-    for some in (mask, ~mask) if len(mask) > 1 else (torch.ones_like(mask),):
-        yield some.to(logits.device), (noise * some.view(-1, *[1] * (logits.ndim - 1))).to(logits)
+class _Looks:
+    """All that is seen in a trial."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.refused: set[int] = set()  # parameters whose rule does not apply after all
+        self._found: dict[tuple[object, Order | None], _Look] = {}
+
+    def all(self) -> list[_Look]:
+        """One for each use and order."""
+        return list(self._found.values())
+
+    def uses_of(self, i: int) -> set[object]:
+        """The uses of a parameter."""
+        return {look.use for look in self._found.values() if i in look.parameters}
+
+    def at_tap(self, record: Record, g: Tensor) -> None:
+        """A call of a module."""
+        if record.meetings:
+            return
+        layout = self.plan.layout(record)
+        assert layout is not None
+        dim, rows = layout
+        self._try_rule(record, g)
+        use, numbers = self.plan.kind_of(record), tuple(record.parameters.values())
+        g = g.movedim(dim, 0)
+        if rows == 1:
+            self._add(_Look(use, numbers, excludes=(record.key, dim)), g)
+            return
+        for order in _ORDERS:
+            self._add(_Look(use, numbers, order), samples_first(g, self.plan.samples, order))
+
+    def at_edge(self, what: Record | int, meeting: Meeting, g: Tensor) -> None:
+        """Where a shared tensor meets the samples."""
+        if isinstance(what, Record):
+            self._try_rule(what, meeting.gradients(g))
+            self._add(_Look(self.plan.kind_of(what), tuple(what.parameters.values())), g)
+            return
+        use, possible = self.plan.kind_of(what, meeting), meeting.orders(self.plan.samples)
+        for order in _ORDERS:
+            look = _Look(use, (what,), order, possible=order in possible)
+            self._add(look, meeting.rows(g, self.plan.samples, order) if look.possible else None)
+
+    def _add(self, look: _Look, rows: Tensor | None) -> None:
+        look = self._found.setdefault((look.use, look.order), look)
+        if rows is not None:
+            look.sketches.append(sketch(rows))
+
+    def _try_rule(self, record: Record, g: Tensor) -> None:
+        try:
+            record.site.rule.function(self.plan.call(record, g, trial=True))
+        except NotApplicableError:
+            self.refused.update(record.parameters.values())

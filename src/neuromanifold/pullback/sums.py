@@ -28,6 +28,7 @@ class Pass(NamedTuple):
     scale: float = 1.0
     noise: float = 0.0
     sample_noise: float = 0.0
+    independent: bool = False  # of the other passes of the batch
 
 
 class GradientSums(Protocol):
@@ -152,7 +153,8 @@ class TraceSums:
         self._passes: list[float] = []
         self._whole: list[Tensor] = []
         self._single: list[Tensor] = []
-        self._noise = 0.0
+        self._norms: list[Tensor] = []  # [n] of each pass of a batch
+        self._made_by: list[Pass] = []
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -165,24 +167,35 @@ class TraceSums:
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add ‖g_n/scale‖² to what sample n has of other parameters."""
         del i
-        self._single.append(form.squared_norms(torch.float64) / made_by.scale**2)
-        self._noise = made_by.sample_noise
+        norms = form.squared_norms(torch.float64) / made_by.scale**2
+        if not self._single:
+            self._made_by.append(made_by)
+        self._single.append(norms.to(self._single[0].device) if self._single else norms)
 
     def end_pass(self) -> None:
         """Close the sums of this pass."""
         if self._whole:
             self._passes.append(float(torch.stack(self._whole).sum()))
         if self._single:
-            norms = torch.stack(self._single).sum(0)  # [n]
-            self.samples += float(norms.sum())
-            self.samples_variance += self._noise * float(norms.square().sum())
+            self._norms.append(torch.stack(self._single).sum(0))
         self._whole, self._single = [], []
 
     def end_batch(self) -> None:
         """Close the list of this batch's passes."""
         if self._passes:
             self.batches.append(self._passes)
-        self._passes = []
+        if self._norms:
+            self._add_samples_of_batch(torch.stack(self._norms))
+        self._passes, self._norms, self._made_by = [], [], []
+
+    def _add_samples_of_batch(self, norms: Tensor) -> None:
+        """‖g_n‖² of each pass, [k, n].  The spread of independent passes is their noise; else Σ c ‖g_n‖⁴ bounds it."""
+        self.samples += float(norms.sum())
+        if len(norms) > 1 and all(one.independent for one in self._made_by):
+            self.samples_variance += len(norms) * float(norms.var(0).sum())
+        else:
+            factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
+            self.samples_variance += float((factors[:, None] * norms.square()).sum())
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:

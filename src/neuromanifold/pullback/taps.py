@@ -10,6 +10,7 @@ The tap shares the output's memory without being a view of it, so a model may go
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ class Site:
     parameters: dict[str, int]  # name in the module: number among the chosen parameters
     detached: dict[str, Tensor]
     originals: dict[str, nn.Parameter]
+    argument: str  # what the first argument is called
+
+    def first(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The first argument of a call."""
+        return args[0] if args else options.get(self.argument)
 
 
 @dataclass(eq=False)
@@ -118,21 +124,32 @@ class Taps:
     def restore(self) -> None:
         """Put every parameter back into its module."""
         for site in self.sites:
-            site.module._parameters.update(site.originals)
+            self.put_back(site)
 
-    def swap(self, site: Site) -> None:
-        """Detached parameters for those that are asked for, but for the plain ones."""
+    def swap(self, site: Site, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Detached parameters for those that are asked for, but for the plain ones and for any that are not there."""
+        if not torch.is_grad_enabled() or not _usable(site.first(args, options)):
+            return
+        present = site.module._parameters
         for name, number in site.parameters.items():
-            if number not in self.plain:
-                site.module._parameters[name] = site.detached[name]  # type: ignore[assignment]
+            if number not in self.plain and present.get(name) is site.originals[name]:
+                present[name] = site.detached[name]  # type: ignore[assignment]
 
-    def tapped(self, site: Site, args: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Tensor:
-        """The output behind a tap, and a record of the call; as it is if all parameters are plain."""
-        wanted = {name: number for name, number in site.parameters.items() if number not in self.plain}
-        if not wanted:
-            return output
-        named = dict(options)
-        x = args[0] if args else named.pop(next(iter(named)))
+    def put_back(self, site: Site) -> list[str]:
+        """The parameters of a module; which of them had been swapped."""
+        present = site.module._parameters
+        swapped = [name for name, detached in site.detached.items() if present.get(name) is detached]
+        for name in swapped:
+            present[name] = site.originals[name]
+        return swapped
+
+    def tapped(
+        self, site: Site, swapped: list[str], args: tuple[Any, ...], options: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        """The output behind a tap, and a record of the call."""
+        wanted = {name: site.parameters[name] for name in swapped}
+        named, x = dict(options), site.first(args, options)
+        named.pop(site.argument, None)
         version = None if x.is_inference() else x._version
         before = self._calls.get(id(site), 0)
         record = Record(site, wanted, x, args[1:], named, output.shape, version, (id(site), before))
@@ -154,24 +171,30 @@ def _site(module: nn.Module, numbers: dict[int, int]) -> Site | None:
     found = find_rule(module) if chosen else None
     if found is None:
         return None
-    return Site(module, found, chosen, {name: own[name].detach() for name in chosen}, {n: own[n] for n in chosen})
+    _, first, *_ = *inspect.signature(type(module).forward).parameters, ""
+    detached, originals = {name: own[name].detach() for name in chosen}, {name: own[name] for name in chosen}
+    return Site(module, found, chosen, detached, originals, first)
+
+
+def _usable(x: object) -> bool:
+    """Whether an input can be kept: a tensor, and not one inside of a transform such as vmap."""
+    return isinstance(x, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _before(taps: Taps, site: Site) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        del module, args, options
-        if torch.is_grad_enabled():
-            taps.swap(site)
+        del module
+        taps.swap(site, args, options)
 
     return hook
 
 
 def _after(taps: Taps, site: Site) -> Callable[..., Tensor | None]:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: object) -> Tensor | None:
-        module._parameters.update(site.originals)
-        x = args[0] if args else next(iter(options.values()), None)
-        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and isinstance(x, Tensor)):
-            return None
-        return taps.tapped(site, args, options, output)
+        del module
+        swapped = taps.put_back(site)
+        if not swapped or not isinstance(output, Tensor):
+            return None  # nothing was swapped, or the module has failed
+        return taps.tapped(site, swapped, args, options, output)
 
     return hook

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Cost = Literal["passes", "time"]
 Group = Literal["rest", "embeddings", "all"]
 
-FLOOR = 1e-7  # the rounding of float32: what is below has no place on a logarithmic axis, and is drawn here
+FLOOR, CEILING = 1e-4, 10.0  # what is beyond is drawn there: below is only rounding, above stands the number
+_NUDGE = 0.87  # batches stand a little to the left of samples, so that points of equal cost can be told apart
 _COLOURS = {"Hutchinson": "C0", "MonteCarlo": "C1", "Empirical": "C2", "SquaredBatchGradient": "C3"}
 _MARKERS = {"core=Upper()": "^", "core=Lower(rank=1)": "v", "core=Lower(rank=2)": "<", "deflate=1": "D"}
 _LABELS = {"passes": "backward passes for a batch", "time": "time over forward + backward"}
@@ -38,8 +39,8 @@ class Point:
 
     @property
     def height(self) -> float:
-        """Where it is drawn: not below rounding."""
-        return max(self.error, FLOOR)
+        """Where it is drawn."""
+        return min(max(self.error, FLOOR), CEILING)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ def draw_error_costs(figure: Figure, networks: Sequence[ErrorCost], cost: Cost =
     for axes in panels[::columns]:
         axes.set_ylabel("RelMAE")
     entries = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(
+        list(entries.values()), list(entries), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False
+    )
 
 
 def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> None:
@@ -116,13 +119,18 @@ def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> No
     curve = network.curve
     x, y = [one.cost for one in curve], [one.height for one in curve]
     style: dict[str, Any] = {"color": "C0", "marker": "D", "markersize": 5}
-    axes.plot(x, y, label="Hutchinson(deflate=1, probes=1, 2, 4, ..., C-1), by samples", **style)
-    axes.axhline(network.by_batches.error, color="0.6", linestyle=":", zorder=1, label="level of 𝔽 by batches")
+    axes.plot(x, y, label="Hutchinson(deflate=1, probes=1 ... C-1) by samples", **style)
+    axes.axhline(
+        network.by_batches.error, color="0.6", linestyle=":", zorder=1, label="level of Hutchinson() by batches"
+    )
     for one in network.points:
-        axes.plot([one.cost], [one.height], label=label(one), **_style(one))
+        left = one.cost if one.by_samples else _NUDGE * one.cost
+        axes.plot([left], [one.height], label=label(one), **_style(one))
+        if one.error > CEILING:
+            axes.annotate(f"{one.error:.0f}", (left, CEILING), (5, -3), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(bottom=FLOOR / 2)
+    axes.set_ylim(FLOOR / 1.6, 1.6 * CEILING)
     axes.set_xlabel(_LABELS[cost])
     axes.set_title(f"{network.task}: C = {network.classes}, {network.samples} samples, B = {network.batch_size}")
     axes.title.set_fontsize(9)
@@ -132,7 +140,7 @@ def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> No
 
 def label(point: Point) -> str:
     """The estimator, what is squared, and whether it is biased."""
-    return f"{point.name}, by {'samples' if point.by_samples else 'batches'}{'' if point.unbiased else ' (biased)'}"
+    return f"{point.name} by {'samples' if point.by_samples else 'batches'}{'' if point.unbiased else ', biased'}"
 
 
 def _style(point: Point) -> dict[str, Any]:
@@ -142,16 +150,16 @@ def _style(point: Point) -> dict[str, Any]:
     return {"linestyle": "none", "marker": marker, "color": colour, "markerfacecolor": fill, "markersize": 6}
 
 
-def _plain_ticks(axes: Axes, passes: list[float]) -> None:
-    """Numbers as they are on the cost axis, a few of them, also where a panel has a single one."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+def _plain_ticks(axes: Axes, costs: list[float]) -> None:
+    """Numbers as they are on the cost axis, also where a panel has a single one; "exact" at the lower edge."""
+    from matplotlib.ticker import NullFormatter, NullLocator
 
-    high = max([*passes, 1.0])
+    high = max([*costs, 1.0])
     ticks = [tick for tick in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if tick <= high * 1.01]
     axes.set_xlim(0.7, 1.4 * max(high, 1.5))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(ticks)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_yticks([FLOOR, 1e-3, 1e-2, 0.1, 1, 10], ["exact", "0.001", "0.01", "0.1", "1", "10"])
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -39,7 +39,13 @@ class Outputs(NamedTuple):
     @property
     def samples(self) -> int | Tensor:
         """How many samples count: those with a position that does.  A tensor is not waited for."""
-        return len(self.logits) if self.valid is None else self.valid.reshape(len(self.valid), -1).any(-1).sum()
+        return (
+            len(self.logits)
+            if self.valid is None
+            else self.valid.flatten(1).any(1).sum()
+            if self.valid.ndim > 1
+            else self.valid.sum()
+        )
 
     @property
     def positions(self) -> int | Tensor:

@@ -105,6 +105,7 @@ class SampleSquares(Squares):
         self._half = involves_half(model.parameters(), model_device(model))
         self._pullback = SamplePullback(model, list(parameters.values()), batch_dim)
         self._positions_apart = isinstance(estimator, Exact)
+        self._independent = estimator.independent_passes
         self._mixes = estimator.centred and granularity == "auto"
         self._scale: float | None = None
         self._warned: set[int] = set()
@@ -132,7 +133,7 @@ class SampleSquares(Squares):
             left = group[0].left
             several = 1 if apart else self._pullback.several(logits, self.sums, left)
             group.extend(islice(cotangents, several - 1))
-            passes = [Pass(1.0, one.noise, one.sample_noise) for one in group]
+            passes = [Pass(1.0, one.noise, one.sample_noise, self._independent) for one in group]
             together = len(group) > 1 and self._pullback.add_several(
                 logits, torch.stack([one.values for one in group]), self.sums, passes
             )
@@ -148,7 +149,8 @@ class SampleSquares(Squares):
         pieces = by_position(cotangent.values, outputs.valid) if self._positions_apart else iter([cotangent.values])
         for piece in pieces:
             keep = cotangent.left > 1 or self._positions_apart or bool(rest)
-            made_by = Pass(self._scale_for(logits, piece), cotangent.noise, cotangent.sample_noise)
+            scale = self._scale_for(logits, piece)
+            made_by = Pass(scale, cotangent.noise, cotangent.sample_noise, self._independent)
             values = piece if made_by.scale == 1.0 else piece * made_by.scale
             gradients = self._pullback(logits, values, keep, self.sums, made_by, waits=cotangent.left > 1)
             if self._mixes:
@@ -178,7 +180,7 @@ class SampleSquares(Squares):
         shown = ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
         text = f"No rule covers {shown}: these take one backward pass for each sample, which is right, but slow. "
         text += "Leave them out with `parameters`, write a rule (nm.rule), or take an estimator with random probes."
-        warnings.warn(text, SlowPathWarning, stacklevel=5)
+        warnings.warn(text, SlowPathWarning, stacklevel=6)
 
     def _scale_for(self, logits: Tensor, cotangent: Tensor) -> float:
         """With float16, gradients below 6e-8 would vanish: as large a power of two as nothing overflows with."""

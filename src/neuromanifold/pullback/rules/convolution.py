@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, root_mean_square, tile_size
 from neuromanifold.pullback.rules.normalisation import sum_over
-from neuromanifold.pullback.rules.registry import Call, rule
+from neuromanifold.pullback.rules.registry import Call, NotApplicableError, rule
 
 
 @dataclass
@@ -139,6 +139,8 @@ def convolution(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.modules.conv._ConvNd)
     space = len(module.kernel_size)
+    if call.g.ndim < space + 2:
+        raise NotApplicableError("An image without samples.")
     x, g = (_with_rows(t, space) for t in (call.x, call.g))  # [n, m, c, *space]
     found: dict[str, Form] = {}
     if "weight" in call.wanted:

@@ -23,6 +23,7 @@ class Call:
     options: dict[str, Any]  # the keyword arguments, as they came
     g: Tensor  # the gradient of the output, [n, ...]
     wanted: frozenset[str]  # names of the module's own parameters whose gradients are asked for
+    trial: bool = True  # whether this is the time to find out that the rule does not apply; else it has been
 
 
 RuleFunction = Callable[[Call], dict[str, Form]]

@@ -40,7 +40,9 @@ def norm_like(call: Call) -> dict[str, Form]:
     nothing = None if bias is None else torch.zeros_like(bias)
     origin = _evaluate(call, torch.zeros_like(weight), nothing)
     scaled = _evaluate(call, torch.ones_like(weight), nothing) - origin
-    dim = _feature_dimension(call, weight, bias, origin, scaled)
+    fitting = [d for d in range(1, scaled.ndim) if scaled.shape[d] == len(weight)]
+    known = not call.trial and len(fitting) == 1
+    dim = fitting[0] if known else _feature_dimension(call, weight, bias, origin, scaled)
     over = tuple(d for d in range(1, call.g.ndim) if d != dim)
     found: dict[str, Form] = {}
     if "weight" in call.wanted:

@@ -1,0 +1,69 @@
+"""Trying out whether rows belong to samples: by what happens to them when cotangents of samples are scaled.
+
+Backward is linear: if the cotangent of each sample is multiplied by a power of two of its own, so is every row of a
+gradient that belongs to one sample.  A first pass leaves a few samples out altogether: their rows must be exactly zero.
+A second pass has all samples, with other powers: every other row must be that of the first times the quotient of the
+powers.  Powers of two are exact, and far apart, so even a small part of another sample shows.
+
+Of a gradient only a sketch is kept: the length of each row, and its product with two random vectors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-1}
+_EXPONENT = 8  # powers of two from 2^-8 to 2^8; fewer in half precision
+
+
+class Sketch(NamedTuple):
+    """What is kept of a gradient [n, ...]."""
+
+    nonzero: Tensor  # [n]
+    length: Tensor  # [n]
+    products: Tensor  # [n, 2]
+    tolerance: float
+    floor: float  # what rounding near zero may do to a product
+
+
+def sketch(rows: Tensor) -> Sketch:
+    """Of the gradient's rows."""
+    flat = rows.reshape(len(rows), -1)
+    wide = flat if flat.dtype == torch.float64 else flat.float()
+    generator = torch.Generator(rows.device).manual_seed(0)
+    signs = torch.randint(0, 2, (flat.shape[1], 2), generator=generator, device=rows.device).to(wide) * 2 - 1
+    floor = 6e-8 * flat.shape[1] ** 0.5 if rows.dtype == torch.float16 else 0.0
+    return Sketch(
+        (flat != 0).any(1), torch.linalg.vector_norm(wide, dim=1), wide @ signs, _TOLERANCE[rows.dtype], floor
+    )
+
+
+class Trial:
+    """Two cotangents, and what must be true of the gradients that they lead to."""
+
+    def __init__(self, logits: Tensor) -> None:
+        samples, device = logits.shape[0], logits.device
+        generator = torch.Generator().manual_seed(samples)
+        left_out = torch.randperm(samples, generator=generator)[: max(1, samples // 8) if samples > 1 else 0]
+        self.included = torch.ones(samples, dtype=torch.bool)
+        self.included[left_out] = False
+        largest = _EXPONENT if logits.dtype.itemsize >= 4 else 2
+        first, second = torch.randint(-largest, largest + 1, (2, samples), generator=generator).double()
+        self.included = self.included.to(device)
+        self.quotient = torch.exp2(second - first).to(device)
+        noise = torch.randn(logits.shape, generator=generator)
+        scales = (torch.exp2(first) * self.included.cpu(), torch.exp2(second))
+        shape = (-1, *[1] * (logits.ndim - 1))
+        self.cotangents = [(noise * scale.view(shape)).to(device, logits.dtype) for scale in scales]
+
+    def judge(self, first: Sketch, second: Sketch) -> tuple[bool, bool]:
+        """Whether the rows are the samples, and whether there was anything to be seen."""
+        outside = first.nonzero & ~self.included
+        quotient = self.quotient.to(first.length.dtype)
+        difference = (second.products - quotient[:, None] * first.products).abs().amax(1)
+        allowed = first.tolerance * (quotient * first.length + second.length) + first.floor * (1 + quotient)
+        wrong = outside.any() | ((difference > allowed) & self.included).any()
+        return not bool(wrong), bool(second.nonzero.any())
