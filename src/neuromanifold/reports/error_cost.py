@@ -135,7 +135,7 @@ def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> No
     axes.set_title(f"{network.task}: C = {network.classes}, {network.samples} samples, B = {network.batch_size}")
     axes.title.set_fontsize(9)
     axes.tick_params(which="both", labelsize=8)
-    _plain_ticks(axes, x)
+    _plain_ticks(axes, [one.cost for one in (*network.points, *curve)])
 
 
 def label(point: Point) -> str:
@@ -154,9 +154,9 @@ def _plain_ticks(axes: Axes, costs: list[float]) -> None:
     """Numbers as they are on the cost axis, also where a panel has a single one; "exact" at the lower edge."""
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    high = max([*costs, 1.0])
+    low, high = min([*costs, 1.0]), max([*costs, 1.0])
     ticks = [tick for tick in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if tick <= high * 1.01]
-    axes.set_xlim(0.7, 1.4 * max(high, 1.5))
+    axes.set_xlim(0.7 * low, 1.4 * max(high, 1.5))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_yticks([FLOOR, 1e-3, 1e-2, 0.1, 1, 10], ["exact", "0.001", "0.01", "0.1", "1", "10"])
