@@ -7,6 +7,7 @@ medians, per batch: processor time (all threads together, which says how much wo
 Memory is the peak of one call over what the process held before (model and data), each in a process of its own.
 Tools that are not installed are left out; those that fail or are wrong (benchmarks/others.py) stay, and are named so.
 Loops are timed on a few samples and torch.func on a few classes where there are many, and multiplied: marked by ×.
+This library runs over several batches, of which the first has the passes of the trial; other tools over one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OURS = {
     "Empirical()": (nm.Empirical(), "per sample", "auto"),
     "Exact()": (nm.Exact(), "exact", "auto"),
 }
-BATCHES = {"MLP": 8, "transformer": 4, "ResNet-18-like": 2, "DistilBERT": 2}  # of one run
+BATCHES = {"MLP": 32, "transformer": 12, "ResNet-18-like": 6, "DistilBERT": 6}  # of one run
 SAMPLES, CLASSES, MANY = 4, 4, 20  # of a loop; of torch.func where there are many
 
 
@@ -59,8 +60,7 @@ def entries(case: Task) -> dict[str, Entry]:
             elif adapter is others.func_exact and many:
                 part, share = {"first": CLASSES}, CLASSES / case.classes
             if adapter is not None and others.version(tool) is not None:
-                slow = many and quantity == "exact" and not others.TOOLS[tool].random
-                found[f"{tool}, {quantity}"] = Entry(quantity, _theirs(case, adapter, part), min(share, 1.0), slow)
+                found[f"{tool}, {quantity}"] = Entry(quantity, _theirs(case, adapter, part), min(share, 1.0), slow=True)
     return found
 
 
@@ -133,7 +133,8 @@ def measure(network: str, options: argparse.Namespace) -> str:
             verdicts[name] = others.failure(error)
         gc.collect()
         print(f"{network} · {name} · {memory.get(name, float('nan')):.0f} MiB · {verdicts[name]}", flush=True)
-    slow = {name: min(2, options.repeats) for name in functions if rows[name].slow}
+    many = case.classes > MANY  # then a single one of the slow ones takes a minute
+    slow = {name: min(1 if many else 2, options.repeats) for name in functions if rows[name].slow}
     times = interleaved(functions, options.repeats, torch.device("cpu"), slow)
     lines = [_line(name, rows[name], times, memory, verdicts[name], batches) for name in rows]
     parameters = sum(parameter.numel() for parameter in case.model.parameters()) / 1e6
@@ -162,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=NETWORKS, help="one network instead of all")
     parser.add_argument("--repeats", default=7, type=int)
-    parser.add_argument("--batches", type=int, help="batches of one run (default: 2 to 8, by network)")
+    parser.add_argument("--batches", type=int, help="batches of one run (default: 6 to 32, by network)")
     parser.add_argument("--skip-others", action="store_true", help="this library only")
     parser.add_argument("--memory-limit", default=12.0, type=float, help="GiB that a tool may take (address space)")
     parser.add_argument("--quick", action="store_true", help="small networks, one repeat: does everything run?")

@@ -1,5 +1,6 @@
 """The metric tensor of a neural network, its Fisher information, with known accuracy."""
 
+from neuromanifold._version import __version__
 from neuromanifold.bounds import batches_needed
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian, Spectrum
 from neuromanifold.estimators import (
@@ -21,8 +22,6 @@ from neuromanifold.run.check_result import Check
 from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
 from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
-
-__version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 (grouped by stage)
     # core space

@@ -49,14 +49,47 @@ def test_variance_is_within_its_bounds(z: Tensor, m: int, k: int, noise: Any) ->
     assert (batch <= 2 * F.sum(0).square() / (1 if k or m >= core.rank else m) * loose + tiny).all()
 
 
-def test_a_derivative_along_one_column() -> None:
-    """The price of orthogonality: independent signs have no noise there, columns of Hartley's matrix have some."""
-    core, jacobian = nm.Bernoulli(normal(1, 9)), torch.eye(9)[None, :, 3:4].double()
-    F = core.fisher()[0, 3, 3]
-    assert bounds.hutchinson_variance(core, jacobian, granularity="sample", probes=2) == 0
-    for m in (2, 5, 8):
-        claimed = bounds.orthogonal_variance(core, jacobian, m, granularity="sample")[0]
-        torch.testing.assert_close(claimed, F.square() / 2 / m * (9 - m) / 8)
+def test_a_derivative_along_one_axis() -> None:
+    """Pairs of probes have no noise there, like independent signs; one without its partner has a little."""
+    for d in (8, 9, 10, 11):
+        core, jacobian = nm.Bernoulli(normal(1, d)), torch.eye(d)[None, :, 3:4].double()
+        F = core.fisher()[0, 3, 3]
+        assert bounds.hutchinson_variance(core, jacobian, granularity="sample", probes=2) == 0
+        for m in range(2, d):
+            claimed = bounds.orthogonal_variance(core, jacobian, m, granularity="sample")[0]
+            if d % 2 == 0 and m % 2 == 0:
+                assert claimed == 0
+            else:
+                alone = {8: 0.5, 10: 0.8}.get(d, m / d if m % 2 == 0 else 1 - m / d)  # how often a column is
+                torch.testing.assert_close(claimed, F.square() / 2 / m**2 * alone)
+
+
+@given(st.integers(2, 12), st.data())
+def test_pairs_have_the_variance_of_independent_signs_times_what_is_left(d: int, data: st.DataObject) -> None:
+    m = data.draw(st.integers(1, d - 1))
+    a = torch.tensor(data.draw(st.lists(st.floats(-1, 1), min_size=d, max_size=d)), dtype=torch.float64)[None, :, None]
+    claimed = bounds.orthogonal_probe_variance(a, m, granularity="sample")
+    independent = bounds.probe_variance(a, granularity="sample", probes=m) * (d - m) / (d - 1)
+    F = a.square().sum()
+    assert (claimed >= 0).all()
+    if d % 2 == m % 2 == 0:
+        torch.testing.assert_close(claimed, independent, rtol=1e-12, atol=0)
+    assert (claimed - independent <= F.square() / (2 * m * m) * (1 + 1e-12)).all()
+    assert (claimed <= 2 * F.square() / m * (1 + 1e-12)).all()
+
+
+def test_the_decision_is_that_of_the_batch() -> None:
+    """Even predictions share all passes, peaked ones do not; a batch of both is decided as one."""
+    even, peaked, jacobian = 0.1 * normal(5, 20), 9 * normal(5, 20, seed=2), normal(5, 20, 50, seed=1)
+
+    def variance(logits: Tensor, J: Tensor, k: int) -> Tensor:
+        return bounds.orthogonal_variance(nm.Categorical(logits), J, 2, k, granularity="sample")
+
+    assert torch.equal(variance(even, jacobian, 1), variance(even, jacobian, 0))
+    assert variance(peaked, jacobian, 1).sum() < 0.5 * variance(peaked, jacobian, 0).sum()
+    both, twice = torch.cat([even, peaked[:1]]), torch.cat([jacobian, jacobian[:1]])
+    parts = variance(even, jacobian, 0) + variance(peaked[:1], jacobian[:1], 0)
+    torch.testing.assert_close(variance(both, twice, 1), parts)
 
 
 def test_empty_problems_and_one_probe() -> None:

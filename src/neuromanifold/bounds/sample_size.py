@@ -9,13 +9,9 @@ by the remark on minibatches in section 4 of the paper, *if the batches contribu
 sample counts as a batch.  It holds for Hutchinson's estimate in all its forms; labels drawn from the model have no such
 bound.  And it is about one entry at a time: the worst of a million entries is off by more.
 
-`probes` counts independent probes.  For orthogonal ones, which `Hutchinson(probes=m)` draws, count
-
-    m        with deflate=0, where each sample is squared on its own (they do better than that), or where whole
-             batches are and m is below the rank of the core;
-    m - k    with deflate=k, at least 1, where each sample is squared on its own: k passes are the eigenvectors';
-    1        otherwise: eigenvectors and columns that have a pass each leave the bound of a squared batch at √(2/J) if
-             one of them carries all of an entry.  `orthogonal_variance` is exact.
+`probes` counts independent probes, as they are drawn where whole batches are squared.  Orthogonal ones, which
+`Hutchinson(probes=m)` draws where each sample is squared on its own, do better than m independent ones with deflate=0;
+with deflate=k count m - k, at least 1: k passes are the eigenvectors'.  `orthogonal_variance` is exact.
 
 `method` says what else is assumed, in order to turn a standard deviation into a confidence::
 

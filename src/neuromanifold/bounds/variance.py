@@ -36,7 +36,7 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import float_tensor, integer_in_range, message
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
-from neuromanifold.estimators.orthogonal import leading_columns, remainder
+from neuromanifold.estimators.orthogonal import own_columns, remainder
 
 Noise = Literal["rademacher", "gaussian"]
 Granularity = Literal["batch", "sample"]
@@ -149,9 +149,10 @@ def orthogonal_variance(
 ) -> Tensor:
     """`Hutchinson(probes, noise, deflate=k)` with orthogonal probes, unbiased for F, [P].  Not in the paper.
 
-    The k leading eigenvectors (at most probes - 1) in passes of their own have no variance sample-wise; the other m
-    passes have that of `orthogonal_probe_variance` in the d = rank - k dimensions that are left.  From the rank on
-    every column has its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
+    Leading eigenvectors in passes of their own have no variance sample-wise; the other m passes have that of
+    `orthogonal_probe_variance` in the d dimensions that are left.  How many of the k eigenvectors have their own is
+    decided as in `Hutchinson`, for all N distributions together: they are one batch.  From the rank on every column has
+    its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
     """
     J = _checked(core, jacobian)
     integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
@@ -161,7 +162,7 @@ def orthogonal_variance(
     if probes >= core.rank:
         columns = torch.stack([core.column(i) for i in range(core.rank)])  # [r, n, c]
         return orthogonal_probe_variance(_along(columns, J), core.rank, noise, granularity)
-    scaled = leading_columns(core, min(deflate, probes - 1))  # [n, k, c]
+    scaled = own_columns(core, deflate, probes)  # [n, k, c]
     k, (d, mix) = scaled.shape[1], remainder(core, scaled)
     axes = torch.eye(d, dtype=core.dtype, device=core.device)[:, None, :].expand(d, len(J), d)
     rest = orthogonal_probe_variance(_along(mix(axes), J), probes - k, noise, granularity)
@@ -173,13 +174,20 @@ def orthogonal_probe_variance(
 ) -> Tensor:
     """The variance [P] of m orthogonal probes √(d/m) A h_j, given the derivatives a [N, d, P] along the columns of A.
 
-    Sample-wise it is Σ_x (d²V_x/m) (d-m)/(d-1), V_x the variance of b = (hᵀa)²: see `Hutchinson.pass_noise`.
+    Sample-wise it is the sum over x of the following, with q = a², F = Σ q, κ = Σ q², f = F² - κ:
 
-        Gaussian     d²V = 2F_x² (d-1)/(d+2)            h uniform on the sphere
-        Rademacher   d²V = d² E_j[3 (Σ h²a²)² - 2 Σ h⁴a⁴] - F_x²      h_i = ±cas(2πij/d)/√d, column j at random
+        Gaussian     (2F²/m) (d-m)/(d+2)                                 the h_j a uniformly random frame
+        Rademacher   (2f/m) (d-m)/(d-1) + (η/2m²)(κ - 3f/(d-1))          h_j(i) = ±cas(2πσ(i)j/d)/√d, columns in pairs
 
-    With d h_i² = 1 + s_i, s_i = sin(4πij/d), and q = a² the latter is E_j[(Σ q_i s_i)² + 2 Σ_{i≠l} Q_i Q_l] with
-    Q_i = q_i (1 + s_i), in which nothing cancels.  O(N d² P).
+    The first term of the latter is Theorem 11's 2F² - 2κ for m independent probes, times (d-m)/(d-1).  The second is
+    due to a column without a partner: η is 0 for even m and even d, 1 - gcd(4, d)/d for odd m and even d; for odd d it
+    is the probability that there is such a column, m/d for even m and 1 - m/d for odd m.
+
+    Proof.  Let b_j = (h_jᵀa)²; all of them add to F, whatever the signs, so that only the draw of columns counts.  With
+    B and D the sum and the difference of the b of a pair, n = ⌊d/2⌋ pairs, and weights w = 1, 0, or 1/2 for the pair of
+    a single column, (m/d)² Var = Σ(w - w̄)²/(n-1) Σ E[(B - B̄)²] + P(single)/(4n) Σ E[D²], and for odd d the variance of
+    (d b_0 - F)/(d-1) times whether column 0 is in.  The sums over pairs are trigonometric, and on average over the
+    orders σ of the axes they depend on f and κ alone.  O(NdP).
 
     Batch-wise the cross terms 2 Σ_{x≠y} E[g_x²] E[g_y²] of each pass are added, with E[g_x²] = F_x/m.  From m = d on, a
     pass is a column: then E[g_x²] = a².
@@ -190,7 +198,7 @@ def orthogonal_probe_variance(
     if m >= d:
         variance, of_passes = squares.new_zeros(a.shape[2]), squares.mT  # [p], [p, d, n]
     else:
-        variance = _variance_of_a_direction(squares, noise).sum(-1) * ((d - m) / (m * (d - 1)))
+        variance = _variance_of_orthogonal_probes(squares, m, noise).sum(-1)
         of_passes = (squares.sum(-1) / m)[:, None, :].expand(-1, m, -1)  # [p, m, n]
     if granularity == "batch":
         variance = variance + 2 * _sum_of_products(of_passes).sum(-1)
@@ -261,16 +269,21 @@ def _along(vectors: Tensor, J: Tensor) -> Tensor:
     return torch.einsum("rnc,ncp->nrp", vectors.double(), J)
 
 
-def _variance_of_a_direction(squares: Tensor, noise: Noise) -> Tensor:
-    """d² Var((hᵀa)²) for one column h of a random orthogonal matrix, from a² [p, n, d]: [p, n]."""
+def _variance_of_orthogonal_probes(squares: Tensor, m: int, noise: Noise) -> Tensor:
+    """The variance of each sample's estimate from m < d probes, from a² [p, n, d]: [p, n].  Nothing cancels."""
     d = squares.shape[-1]
     if noise == "gaussian":
-        return 2 * squares.sum(-1).square() * ((d - 1) / (d + 2))
-    total, i = torch.zeros_like(squares[..., 0]), torch.arange(d, device=squares.device)
-    for j in range(d):
-        sine = torch.sin((2 * i * j % d).double() * (2 * math.pi / d))
-        total += (squares * sine).sum(-1).square() + 2 * _sum_of_products(squares * (1 + sine))
-    return total / d
+        return 2 * squares.sum(-1).square() * ((d - m) / (m * (d + 2)))
+    eta = _without_a_partner(m, d)
+    products = _sum_of_products(squares) * ((4 * m * (d - m) - 3 * eta) / (2 * m * m * (d - 1)))
+    return products + squares.square().sum(-1) * (eta / (2 * m * m))
+
+
+def _without_a_partner(m: int, d: int) -> float:
+    """η of `orthogonal_probe_variance`."""
+    if d % 2:
+        return 1 - m / d if m % 2 else m / d
+    return 1 - math.gcd(4, d) / d if m % 2 else 0.0
 
 
 def _variance_of_squared_score(core: Core, J: Tensor, columns: Tensor) -> Tensor:

@@ -14,7 +14,13 @@ from neuromanifold.core import Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
-from neuromanifold.estimators.orthogonal import leading_columns, orthonormal_noise, random_signs, remainder
+from neuromanifold.estimators.orthogonal import (
+    orthonormal_noise,
+    own_columns,
+    own_passes,
+    random_signs,
+    remainder,
+)
 from neuromanifold.estimators.parts import Full, Mixer, Part, check_part
 
 Noise = Literal["rademacher", "gaussian"]
@@ -38,13 +44,15 @@ class Hutchinson(Estimator):
           ∝ (1/m) (d - m)/(d - 1)        with m probes in d dimensions (d = C - 1 for C classes),
 
       instead of 1/m, and from the rank r on there is none: r passes with the factor's columns are made, and no more.
-      With `deflate=k` the k leading eigenvectors (at most m - 1) get passes of their own, which have no class noise,
-      and the other passes share what is left.  `bounds.orthogonal_variance` is the exact variance.
+      Random signs come in pairs of probes that have no noise for an entry that depends on a single inner axis, like
+      independent signs; a probe without a partner (m or d odd) adds at most F²/2m² for such an entry.
+    * `deflate=k` with two or more orthogonal probes gives leading eigenvectors passes of their own, which have no class
+      noise, and the other passes share what is left.  It is done for those (at most k, at most m - 1) that carry more
+      than 1/(2m-1) of the trace on average over the batch: for nearly even predictions a pass is better spent on all.
+      `bounds.orthogonal_variance` is the exact variance.
     * `orthogonal=False` draws independent probes, with 1/m of the variance of one.  Where whole batches are squared
       (`granularity="batch"`), this is done in any case: cross terms between samples are most of the noise there, and
-      are divided by the number of passes that a sample's F_x is spread over.  And it is better for an entry
-      that depends on a single column (the last layer for independent outputs): there Rademacher noise is a mere sign,
-      whereas orthogonal probes have the variance ½F² (1/m)(d - m)/(d - 1).
+      are divided by the number of passes that a sample's F_x is spread over.
     * The paper's 𝔽^sqrt (appendix B), the gradient of 2 Σ √p ξ, is this very u: there is nothing to choose.
     """
 
@@ -92,16 +100,20 @@ class Hutchinson(Estimator):
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.
 
-        Let a be the derivatives along the d inner axes, F = ‖a‖², and b_j = (h_jᵀa)², so that (d/m) Σ_{j<=m} b_j is
-        the estimate.  The b_j are exchangeable and all d of them add to F, hence Cov(b_i, b_j) = -V/(d-1) with
-        V = Var(b_j), and Var = (d²V/m) (d-m)/(d-1).  Since d² E[b²] <= 3F², V <= (2/3) E[b²].  (For Hartley's columns
-        and q = a², d² E[b²] <= 3F² - (3/2) Σ (q_i - q_{i+d/2})² over the pairs of an even d.)  For a uniformly random
-        frame Var = 2F² (d-m)/(m(d+2)) and E[Σ g⁴] = 3d F²/(m(d+2)), whose ratio is (2/3)(1 - m/d), exactly.
+        Let q_i = a_i² be the squared derivatives along the d inner axes, F = Σ q, κ = Σ q², f = F² - κ <= (d-1)κ.  For
+        Hartley's columns the variance of m passes (`bounds.orthogonal_probe_variance`) and their fourth powers are
 
-        Of an eigenvector, a column, or a single inner dimension with a random sign, the square is not random at all.
+            Var = (2/m) (d-m)/(d-1) f + (η/2m²)(κ - 3f/(d-1)),              0 <= η <= 1,
+            E[Σ g⁴] = (1/m) (3f + κ + e(κ - 3f/(d-1))),                     0 <= e <= 1/2, and η = 2e if m = 1.
+
+        So Var <= (2/3) (d-m)/(d-1) E[Σ g⁴]: both sides are linear in f, and m(d-m) >= d-1 shows it for f = 0 and for
+        f = (d-1)κ.  For a uniformly random frame Var = 2F² (d-m)/(m(d+2)) and E[Σ g⁴] = 3d F²/(m(d+2)), whose ratio is
+        (2/3)(1 - m/d), exactly.  Of an eigenvector, a column, or a single inner dimension with a random sign, the
+        square is not random at all.
 
         Otherwise cross terms between distributions come in.  Every pass has a random sign of its own for each of them,
-        so cross terms of different passes are uncorrelated, and E[g⁴] <= 3 E[g²]² holds for each pass as for one probe.
+        so cross terms of different passes are uncorrelated, and those of one pass have the variance 2 Σ_{x≠y} E[g_x²]
+        E[g_y²], which is 2/3 of what they add to E[g⁴].
         """
         passes = self.passes(core)
         if not alone:
@@ -110,10 +122,10 @@ class Hutchinson(Estimator):
             return [0.0 if self._only_a_sign(core) else self.noise_factor] * passes
         if self.probes >= self.core.size(core):
             return [0.0] * passes
-        leading = self._leading
-        m, d = passes - leading, self.core.size(core) - leading
+        own = own_passes(core, self.deflate, passes)
+        m, d = passes - own, self.core.size(core) - own
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
-        return [0.0] * leading + [self.noise_factor * left] * m
+        return [0.0] * own + [self.noise_factor * left] * m
 
     @property
     def independent_passes(self) -> bool:
@@ -129,28 +141,24 @@ class Hutchinson(Estimator):
         """Whether the probes of a distribution depend on each other."""
         return self.orthogonal and self.probes > 1
 
-    @property
-    def _leading(self) -> int:
-        """How many of fewer passes than columns are eigenvectors: one pass at least is for the rest."""
-        return min(self.deflate, self.probes - 1)
-
     def _only_a_sign(self, core: Core) -> bool:
         """Whether one independent probe is ± a fixed vector.  (Several eigenvectors in one pass have cross terms.)"""
         one_column = self.deflate > 0 or core.dim == 1 or not isinstance(self.core, Full)
         return self.noise == "rademacher" and self.core.size(core) == 1 and one_column
 
     def _orthogonal(self, core: Core, generator: torch.Generator) -> Iterator[Tensor]:
-        """The columns, or k eigenvectors √λ_i v_i and then √(d/m) S B h_j; each still without its random sign."""
+        """The columns, or some eigenvectors √λ_i v_i and then √(d/m) S B h_j; each still without its random sign."""
         if self.probes >= self.core.size(core):
             yield from self.core.columns(core)
             return
+        m = self.probes
         if isinstance(self.core, Full):
-            scaled = leading_columns(core, self._leading)  # [..., k, C]
+            scaled = own_columns(core, self.deflate, self.probes)  # [..., k, C]
             yield from scaled.unbind(-2)
             noise_dim, mix = remainder(core, scaled)
+            m -= scaled.shape[-2]
         else:
             noise_dim, mix = self.core.mixer(core)
-        m = self.probes - self._leading
         for h in orthonormal_noise(core, noise_dim, m, self.noise, generator):
             yield mix(h) * math.sqrt(noise_dim / m)
 

@@ -7,10 +7,10 @@ B of R^d onto the complement of n and the w_i, and orthonormal h_1, ..., h_m in 
     u_j = √(d/m) S B h_j,        E[h_j h_jᵀ] = I/d   =>   E[Σ_j u_j u_jᵀ] = S B Bᵀ Sᵀ = M - Σ_i λ_i v_i v_iᵀ,
 
 and all d of them give that matrix without any error.  The h_j are columns of a random orthogonal matrix, of which two
-are offered: `hartley_column` (random signs, like Rademacher noise) and `haar_columns` (a uniformly random frame).  No
+are offered: `hartley_columns` (random signs, like Rademacher noise) and `haar_columns` (a uniformly random frame).  No
 d×d matrix is ever made.
 
-Axis letters: c class, q direction that is left out, d dimension that is left, m probe.
+Axis letters: c class, k eigenpair, d dimension that is left, m probe, b pair of columns.
 """
 
 from __future__ import annotations
@@ -25,49 +25,56 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message
 from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.core.sums import divide, euclidean_norm, square_root
+from neuromanifold.core.spectrum import Spectrum
+from neuromanifold.core.sums import divide, square_root
+from neuromanifold.estimators.isometry import complement
 from neuromanifold.estimators.parts import Mixer
 
 
-class Isometry(NamedTuple):
-    """B = H_1 ··· H_q [0; I]: R^d → R^C with Bᵀ B = I, as reflections H_i = I - 2 y_i y_iᵀ.  O(qC) each time."""
+class Leading(NamedTuple):
+    """The leading eigenpairs of every distribution, and the share λ_i/tr M of each on average over the batch."""
 
-    mirrors: Tensor  # [..., q, C]  the unit vectors y_i
-
-    def __call__(self, h: Tensor) -> Tensor:
-        """B h [..., C] for h [..., d], d = C - q."""
-        q = self.mirrors.shape[-2]
-        x = torch.nn.functional.pad(h, (q, 0))  # [..., c]
-        for i in reversed(range(q)):
-            x = _reflect(x, self.mirrors[..., i, :])
-        return x
+    spectrum: Spectrum
+    shares: list[float]  # [k], descending
 
 
-def complement(directions: Tensor) -> Isometry:
-    """The isometry onto the orthogonal complement of directions [..., q, C], orthogonal to each other.  O(q²C).
+def leading(core: Core, k: int) -> Leading:
+    """The k >= 1 leading eigenpairs and their shares, kept on the core: computed once, read back from a GPU once.
 
-    It is Householder's: H_i maps what is left of direction i, after H_1, ..., H_{i-1}, to ∓e_i, with the sign that does
-    not cancel.  A direction that is zero (an eigenvalue λ_i = 0 has no w_i) takes away whatever axis is next; that
-    does no harm, since λ_i = 0 means that S vanishes on all that is left.
+    Distributions without any information (tr M = 0) have no share and do not count; an empty batch has shares of 0.
+    What was found under torch.no_grad() is kept apart, since it cannot be differentiated.
     """
-    classes = torch.arange(directions.shape[-1], device=directions.device)
-    mirrors: list[Tensor] = []
-    for i, x in enumerate(directions.unbind(-2)):
-        for mirror in mirrors:
-            x = _reflect(x, mirror)
-        x = torch.where(classes < i, 0.0, x)  # done with by the reflections before
-        x = divide(x, euclidean_norm(x)[..., None])
-        sign = torch.where(x[..., i : i + 1] < 0, -1.0, 1.0)
-        y = x + sign * (classes == i)
-        mirrors.append(y / torch.linalg.vector_norm(y, dim=-1, keepdim=True))  # of length at least 1
-    return Isometry(torch.stack(mirrors, dim=-2) if mirrors else directions)
+    kept: dict[tuple[int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
+    key = k, torch.is_grad_enabled()
+    if key not in kept:
+        spectrum, trace = core.spectrum(k), core.trace().detach()
+        shares = divide(spectrum.values.detach(), trace[..., None]).double().reshape(-1, k).sum(0)
+        kept[key] = Leading(spectrum, (shares / (trace > 0).sum().clamp(min=1)).tolist())
+    return kept[key]
+
+
+def own_passes(core: Core, k: int, passes: int) -> int:
+    """How many of the k leading eigenvectors get one of so many passes for themselves: where it pays for the batch.
+
+    Let F_1 be an eigenvector's part of an entry and F_2 the rest.  With a pass of its own the variance is 2F_2²/(m-1),
+    without one it is (2F_2² + 4F_1F_2)/m.  So it pays where F_1/(F_1 + F_2) exceeds 1/(2m-1).  That ratio differs from
+    entry to entry, whereas a pass is for all of them: the mean share λ_1/tr M stands for it.  One pass at least is for
+    the rest.
+    """
+    k = min(k, passes - 1)
+    return sum(share > 1 / (2 * passes - 1) for share in leading(core, k).shares) if k else 0
+
+
+def own_columns(core: Core, k: int, passes: int) -> Tensor:
+    """√λ_i v_i of the eigenvectors that have passes of their own, [..., own_passes, C]."""
+    return leading_columns(core, min(k, passes - 1))[..., : own_passes(core, k, passes), :]
 
 
 def leading_columns(core: Core, k: int) -> Tensor:
     """√λ_i v_i of the k leading eigenpairs, [..., k, C]; k may be 0.  O(kC)."""
     if not k:
         return torch.zeros((*core.batch_shape, 0, core.dim), dtype=core.dtype, device=core.device)
-    values, vectors = core.spectrum(k)
+    values, vectors = leading(core, k).spectrum
     return square_root(values)[..., None] * vectors
 
 
@@ -93,27 +100,59 @@ def orthonormal_noise(
     core: Core, noise_dim: int, count: int, noise: str, generator: torch.Generator
 ) -> Iterator[Tensor]:
     """h_1, ..., h_count [..., d], orthonormal, for each distribution on its own; count <= d = noise_dim."""
-    if noise == "gaussian":
-        yield from haar_columns(core, noise_dim, count, generator)
-        return
+    make = haar_columns if noise == "gaussian" else hartley_columns
+    return make(core, noise_dim, count, generator)
+
+
+def hartley_columns(core: Core, noise_dim: int, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Columns of Hartley's matrix in pairs, with random signs of the axes and the axes in a random order.  O(d) each.
+
+    One order serves the whole batch: whatever it is, an estimate is unbiased given it, so those of different
+    distributions stay uncorrelated.  Without it, derivatives along the axes i and i + d/2 would be a bad case.
+    """
+    order = torch.randperm(noise_dim, generator=generator, device=core.device)
     signs = random_signs(core, noise_dim, generator)
-    keys = torch.rand((*core.batch_shape, noise_dim), generator=generator, dtype=torch.float64, device=core.device)
-    chosen = keys.topk(count, dim=-1).indices  # [..., m]  without replacement, every order as likely as every other
-    for j in range(count):
-        yield hartley_column(signs, chosen[..., j])
+    chosen = columns_in_pairs(core, noise_dim, count, generator)
+    return (hartley_column(signs, j, order) for j in chosen.unbind(-1))
 
 
-def hartley_column(signs: Tensor, j: Tensor) -> Tensor:
-    """Signs ε [..., d] times column j [...] of Hartley's matrix: ε_i cas(2πij/d)/√d with cas = cos + sin.  O(d).
+def columns_in_pairs(core: Core, noise_dim: int, count: int, generator: torch.Generator) -> Tensor:
+    """Which columns of Hartley's matrix are taken, [..., m]: each with probability m/d, without replacement.
 
-    The matrix is symmetric and orthogonal for every d, so the columns add to Σ_j h_j h_jᵀ = I.  A column drawn at
-    random has E[h hᵀ] = I/d, over the columns alone.  ij is reduced modulo d as an integer, hence no digits are lost.
+    An entry of column j has the square (1 + sin(4πij/d))/d, and that of column d - j has the minus sign.  So the pair
+    {j, d - j} is flat, like {0, d/2} if d is even and 0 alone if d is odd: a derivative along one axis has no noise.
+
+        d even   d/2 pairs, taken one after the other in random order; if m is odd, one of the last pair at random
+        d odd    the column 0 with probability m/d, then pairs as before
+
+    For j > 0 and odd d that is (m/d)(m-1)/(d-1) + (1-m/d) m/(d-1) = m/d.  Each pass on its own has E[h hᵀ] = I/d, since
+    of a pair either column comes first.
+    """
+    pairs, odd = noise_dim // 2, noise_dim % 2
+    keys = torch.rand((*core.batch_shape, pairs), generator=generator, dtype=torch.float64, device=core.device)
+    one = keys.topk(min((count + 1) // 2, pairs), dim=-1).indices + odd  # [..., b]
+    other = torch.where(one == 0, pairs, noise_dim - one)
+    pair = torch.stack([one, other], dim=-1)  # [..., b, 2]
+    swap = torch.randint(0, 2, one.shape, generator=generator, device=core.device).bool()
+    columns = torch.where(swap[..., None], pair.flip(-1), pair).flatten(-2)  # [..., 2b]
+    if not odd:
+        return columns[..., :count]
+    draw = torch.randint(0, noise_dim, (*core.batch_shape, 1), generator=generator, device=core.device)
+    first = (draw >= count).long()  # [..., 1]  from 0 the column 0 is in, from 1 it is not
+    return torch.nn.functional.pad(columns, (1, 0)).gather(-1, first + torch.arange(count, device=core.device))
+
+
+def hartley_column(signs: Tensor, j: Tensor, order: Tensor) -> Tensor:
+    """Signs ε [..., d] times column j [...] of Hartley's matrix: ε_i cas(2πσ(i)j/d)/√d, cas = cos + sin.  O(d).
+
+    The matrix is symmetric and orthogonal for every d and every order σ [d], so the columns add to Σ_j h_j h_jᵀ = I.
+    A column drawn at random has E[h hᵀ] = I/d, over the columns alone.  σj is reduced modulo d as an integer, hence no
+    digits are lost.
     """
     d = signs.shape[-1]
-    i = torch.arange(d, device=signs.device)
-    angles = i.double() * (2 * math.pi / d)
+    angles = torch.arange(d, device=signs.device).double() * (2 * math.pi / d)
     table = ((angles.cos() + angles.sin()) / math.sqrt(d)).to(signs.dtype)  # [d]
-    return signs * table[(j[..., None] * i) % d]
+    return signs * table[(j[..., None] * order) % d]
 
 
 def haar_columns(core: Core, noise_dim: int, count: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -132,7 +171,3 @@ def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
     shape = (*core.batch_shape, size)
     bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
     return (2 * bits - 1).to(core.dtype)
-
-
-def _reflect(x: Tensor, mirror: Tensor) -> Tensor:
-    return x - 2 * (mirror * x).sum(-1, keepdim=True) * mirror

@@ -21,25 +21,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-# How many numbers of single samples' gradients are held at a time: what stays in a CPU's cache; what keeps a GPU busy.
-CPU_TILE, GPU_TILE = 2**18, 2**25
+# How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearest
+# cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
+CPU_TILE, CPU_ROWS, GPU_TILE = 2**18, 2**22, 2**25
 
 
 @dataclass(frozen=True)
 class Accumulators:
-    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars.
-
-    Fourth powers may be taken of some samples only, numbers first, first + every, ..., and count that many times more:
-    an error bar need not be as exact as what it belongs to.
-    """
+    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
 
     squares: Tensor
     fourths: Tensor | None = None
     unit: float = 1.0
     weight: float = 1.0  # of these fourth powers
     scale: float = 1.0  # the gradients are so many times too large
-    every: int = 1
-    first: int = 0
 
     @property
     def factor(self) -> float:
@@ -58,24 +53,19 @@ class Accumulators:
         fourths = None if self.fourths is None else change(self.fourths)
         return replace(self, squares=change(self.squares), fourths=fourths)
 
-    def add(self, gradients: Tensor, start: int) -> None:
-        """Take gradients [n, *shape] of the samples from number `start` on, already multiplied by `factor`.
-
-        They are overwritten.
-        """
-        skipped = (self.first - start) % self.every
-        weight = self.weight * self.every
+    def add(self, gradients: Tensor) -> None:
+        """Take gradients [n, *shape], already multiplied by `factor`; they are overwritten."""
         if len(gradients) == 1:
             one = gradients[0]
             self.squares.addcmul_(one, one, value=self.unit**2)
-            if self.fourths is not None and not skipped:
+            if self.fourths is not None:
                 one.mul_(one)
-                self.fourths.addcmul_(one, one, value=weight)
+                self.fourths.addcmul_(one, one, value=self.weight)
             return
         squares = gradients.mul_(gradients)
         self.squares.add_(squares.sum(0), alpha=self.unit**2)
-        if self.fourths is not None and skipped < len(gradients):
-            self.fourths.add_(squares[skipped :: self.every].square_().sum(0), alpha=weight)
+        if self.fourths is not None:
+            self.fourths.add_(squares.mul_(squares).sum(0), alpha=self.weight)
 
 
 class Form(ABC):
@@ -86,7 +76,7 @@ class Form(ABC):
     """Of the parameter."""
 
     thins: ClassVar[bool] = True
-    """Whether fourth powers cost so much that only some samples should have theirs taken."""
+    """Whether fourth powers cost so much that they should be taken now and then only."""
 
     @abstractmethod
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -104,7 +94,7 @@ class Form(ABC):
     def add_squares(self, to: Accumulators) -> None:
         """Σ_n g_n², and fourth powers."""
         for start, stop in self.pieces():
-            to.add(self.gradients(start, stop, to.squares.dtype).mul_(to.factor), start)
+            to.add(self.gradients(start, stop, to.squares.dtype).mul_(to.factor))
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """‖g_n‖², [n]."""
@@ -120,6 +110,11 @@ class Form(ABC):
 def tile_size(device: torch.device) -> int:
     """How many numbers make a tile."""
     return CPU_TILE if device.type == "cpu" else GPU_TILE
+
+
+def row_limit(device: torch.device) -> int:
+    """How many numbers of a single sample make a tile."""
+    return max(CPU_TILE, CPU_ROWS) if device.type == "cpu" else GPU_TILE
 
 
 @dataclass
@@ -193,22 +188,22 @@ class Product(Form):
             add_product_of_squares(squares, None, self.right[:, 0, 0].to(dtype), flat)
             return
         size = groups * outs * ins
-        if size <= tile_size(self.device) or groups > 1:
+        if size <= row_limit(self.device) or groups > 1:
             for start, stop in self.pieces():
                 left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
                 tile = (left * to.factor if left.numel() <= right.numel() else left).mT @ (
                     right if left.numel() <= right.numel() else right * to.factor
                 )
-                flat.add(tile.view(stop - start, groups * outs, ins), start)
+                flat.add(tile.view(stop - start, groups * outs, ins))
             return
-        rows = max(1, tile_size(self.device) // ins)
+        rows = max(1, row_limit(self.device) // ins)
         buffer = torch.empty(1, min(rows, outs), ins, dtype=dtype, device=self.device)
         for n in range(self.samples):
             left, right = self.left[n, 0].to(dtype) * to.factor, self.right[n, 0].to(dtype)
             for start in range(0, outs, rows):
                 tile = buffer[:, : min(rows, outs - start)]
                 torch.mm(left[:, start : start + rows].T, right, out=tile[0])
-                flat.narrow(start, start + rows).add(tile, n)
+                flat.narrow(start, start + rows).add(tile)
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else by tiles."""
@@ -375,9 +370,8 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, t
     right2 = right.square()
     to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
     if to.fourths is not None:
-        some = slice(to.first, None, to.every)
-        left4 = left2[some].square() if left4 is None else left4[some]
-        to.fourths.addmm_(left4.T, right2[some].square(), alpha=to.weight * to.every)
+        left4 = left2.square() if left4 is None else left4
+        to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
 
 
 def root_mean_square(values: Tensor) -> Tensor:

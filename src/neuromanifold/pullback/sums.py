@@ -96,23 +96,29 @@ class DiagonalSums:
         """Add Σ_n (g_n/scale)² and the squares of its terms."""
         if not form.samples or not self.squares[i].numel():
             return
-        if not self._keeps or not made_by.sample_noise:
+        weight = self._weight(i, form) if self._keeps and made_by.sample_noise else 0
+        if not weight:
             form.add_squares(Accumulators(self.squares[i], scale=made_by.scale))
             return
-        self._looks[i] += 1
         rare = self._looks[i] & (self._looks[i] - 1) == 0
         if rare or not self._units[i]:
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
-        unit, noise = self._units[i] or 1.0, made_by.sample_noise
-        every, first = self._thinned(i, form)
+        unit, noise = self._units[i] or 1.0, weight * made_by.sample_noise
         fourths = self._fourth_powers(i)
-        form.add_squares(Accumulators(self.squares[i], fourths, unit, noise, made_by.scale, every, first))
+        form.add_squares(Accumulators(self.squares[i], fourths, unit, noise, made_by.scale))
 
-    def _thinned(self, i: int, form: Form) -> tuple[int, int]:
-        """Which samples' fourth powers are taken: all of the first few, later one in four, others each time."""
+    def _weight(self, i: int, form: Form) -> int:
+        """How often these fourth powers count: an error bar need not be as exact as what it belongs to.
+
+        All of the first samples once; then, where they cost much, one of every four passes four times, the others
+        not at all.  Which one is as good as random, so that nothing in the order of the data goes with it.
+        """
+        self._looks[i] += 1
         self._seen[i] += form.samples
-        every = _ONE_IN if form.thins and self._seen[i] > _ALL_OF and form.samples % _ONE_IN == 0 else 1
-        return every, self._looks[i] % every
+        if not form.thins or self._seen[i] <= _ALL_OF:
+            return 1
+        group, place = divmod(self._looks[i], _ONE_IN)
+        return _ONE_IN if place == (2654435761 * (group + 1) >> 16) % _ONE_IN else 0
 
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow."""

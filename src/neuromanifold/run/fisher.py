@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 
 import torch
 from torch import Tensor, nn
 
+from neuromanifold._version import __version__
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
@@ -165,5 +165,5 @@ def _provenance(
         dtype=counts.dtype,
         device=str(model_device(model)),
         stopped=counts.stopped,
-        versions={"neuromanifold": version("neuromanifold"), "torch": str(torch.__version__)},
+        versions={"neuromanifold": __version__, "torch": str(torch.__version__)},
     )

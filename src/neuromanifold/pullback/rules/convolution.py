@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, root_mean_square, tile_size
+from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
 from neuromanifold.pullback.rules.normalisation import sum_over
 from neuromanifold.pullback.rules.registry import Call, NotApplicableError, rule
+
+_FEW = 100  # positions
 
 
 @dataclass
@@ -18,7 +20,8 @@ class Convolution(Form):
     """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
 
     On a CPU each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
-    arithmetic of an ordinary backward.  On a GPU windows are written out for a few samples at a time and multiplied.
+    arithmetic of an ordinary backward.  On a GPU, and for small images, windows are written out for a few samples at a
+    time and multiplied.
     """
 
     x: Tensor
@@ -44,33 +47,38 @@ class Convolution(Form):
         size: Tensor = root_mean_square(self.x) * root_mean_square(self.g) * positions**0.5
         return size
 
+    @property
+    def _by_windows(self) -> bool:
+        """Whether windows are written out: on a GPU, and where there are few, for which torch's own is slow."""
+        positions = (self.x if self.transposed else self.g).shape[3:].numel()
+        return self.groups == 1 and (self.device.type != "cpu" or positions <= _FEW)
+
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """[stop - start, *shape]."""
-        if self.device.type != "cpu" and self.groups == 1:
+        if self._by_windows and start < stop:
             return self._product(start, stop).gradients(0, stop - start, dtype)
         return self._weight_gradient(self.x[start:stop].to(dtype), self.g[start:stop].to(dtype), self.shape)
 
     def add_squares(self, to: Accumulators) -> None:
         """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
         size = self.shape.numel()
-        if self.device.type != "cpu" and self.groups == 1:
+        if self._by_windows:
             for start, stop in self._pieces_of_windows():
-                first = (to.first - start) % to.every
-                self._product(start, stop).add_squares(replace(to, first=first))
-        elif size <= tile_size(self.device) or self.groups > 1:
+                self._product(start, stop).add_squares(to)
+        elif size <= row_limit(self.device) or self.groups > 1:
             super().add_squares(to)
         else:
             self._add_squares_by_rows(to)
 
     def _add_squares_by_rows(self, to: Accumulators) -> None:
-        dtype, rows = to.squares.dtype, max(1, tile_size(self.device) // self.shape[1:].numel())
+        dtype, rows = to.squares.dtype, max(1, row_limit(self.device) // self.shape[1:].numel())
         for row in range(0, self.shape[0], rows):
             block, stop = to.narrow(row, row + rows), min(row + rows, self.shape[0])
             shape = torch.Size((stop - row, *self.shape[1:]))
             for n in range(self.samples):
                 x, g = self.x[n : n + 1].to(dtype), self.g[n : n + 1].to(dtype)
                 x, g = (x[:, :, row:stop], g) if self.transposed else (x, g[:, :, row:stop])
-                block.add(self._weight_gradient(x, g, shape).mul_(to.factor), n)
+                block.add(self._weight_gradient(x, g, shape).mul_(to.factor))
 
     def _weight_gradient(self, x: Tensor, g: Tensor, shape: torch.Size) -> Tensor:
         """torch's own, with samples as groups: [n, *shape]."""
