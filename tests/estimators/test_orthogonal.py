@@ -18,6 +18,7 @@ import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
 from neuromanifold.core.sums import divide, square_root
+from neuromanifold.estimators import orthogonal
 from neuromanifold.estimators.isometry import complement
 from neuromanifold.estimators.orthogonal import (
     columns_in_pairs,
@@ -374,11 +375,31 @@ def test_mean_and_variance_by_simulation(name: str, granularity: Any) -> None:
         torch.testing.assert_close(bound, claimed, rtol=0.05, atol=0)
 
 
+def test_one_order_of_the_axes_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many classes: unbiased for each distribution, uncorrelated between them; false-alarm rate 1e-6.
+
+    Batches are what is independent then, so each is a mean over few distributions, along two axes of the inner space.
+    """
+    monkeypatch.setattr(orthogonal, "ORDERS_OF_THEIR_OWN", 0)
+    core, estimator = nm.Gaussian(torch.zeros(2, 4).double()), nm.Hutchinson(2)
+    generator, estimates = torch.Generator().manual_seed(0), []
+    for _ in range(3000):
+        u = torch.stack(list(estimator.cotangents(core, None, generator)))
+        estimates.append(u[..., :2].sum(-1).square().sum(0))  # the derivatives are 1, 1, 0, 0: F = 2
+    estimate = torch.stack(estimates)  # [batches, 2]
+    assert worst_z_score(estimate, torch.full((2,), 2.0).double()) < allowed_z_score(2)
+    squares = (estimate - 2).square()
+    claimed = bounds.orthogonal_probe_variance(torch.tensor([1.0, 1.0, 0.0, 0.0])[None, :, None].double(), 2)
+    assert worst_z_score(squares, claimed.expand(2)) < allowed_z_score(2)
+    product = (estimate - 2).prod(-1, keepdim=True)
+    assert worst_z_score(product, torch.zeros(1).double()) < allowed_z_score(1)
+
+
 def test_cross_terms_of_passes_are_uncorrelated() -> None:
-    """E[u_j u_lᵀ] = 0, false-alarm rate 1e-6.  Columns without replacement are correlated without a sign for each."""
+    """E[u_j u_lᵀ] = 0, false-alarm rate 1e-6.  Columns are correlated without a random sign for each of them."""
     core = nm.Categorical(normal(5).expand(200_000, 5))
-    for kind, seen in ((nm.Hutchinson, False), (Uncentred, True)):
-        u = drawn(kind(2), core)
+    for estimator, seen in ((nm.Hutchinson(2), False), (nm.Hutchinson(4), False), (Uncentred(4), True)):
+        u = drawn(estimator, core)
         products = u[0][:, :, None] * u[1][:, None, :]
         assert (worst_z_score(products, torch.zeros(5, 5).double()) > allowed_z_score(25)) is seen
 
@@ -462,16 +483,20 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("noise", NOISES)
-def test_many_classes_take_no_matrix(noise: Any) -> None:
-    core = nm.Categorical(3 * normal(2, 20_000).float())
+def test_many_classes_take_no_matrix(noise: Any, own: int) -> None:
+    logits = 3 * normal(2, 20_000).float()
+    logits[:, 7] = 16.0 if own else 0.0
+    core = nm.Categorical(logits)
     with Largest() as largest:
         u = drawn(nm.Hutchinson(3, noise, deflate=1), core).double()
     assert 40_000 <= largest.size <= 3 * 40_000
     assert (u.sum(-1).abs() < 1e-5).all()
-    inner = divide(u, core.probs.double().sqrt())[1:] / math.sqrt(19_998 / 2)  # S B h = √p∘(B h): orthonormal again
+    m, d = 3 - own, 19_999 - own
+    inner = divide(u, core.probs.double().sqrt())[own:] / math.sqrt(d / m)  # S B h = √p∘(B h): orthonormal again
     gram = torch.einsum("mnc,lnc->nml", inner, inner)
-    torch.testing.assert_close(gram, torch.eye(2).double().expand(2, 2, 2), rtol=0, atol=1e-4)
+    torch.testing.assert_close(gram, torch.eye(m).double().expand(2, m, m), rtol=0, atol=1e-4)
 
 
 def test_bad_input_is_named() -> None:

@@ -30,6 +30,9 @@ from neuromanifold.core.sums import divide, square_root
 from neuromanifold.estimators.isometry import complement
 from neuromanifold.estimators.parts import Mixer
 
+ORDERS_OF_THEIR_OWN = 256
+"""Up to so many dimensions each distribution has a random order of the axes to itself."""
+
 
 class Leading(NamedTuple):
     """The leading eigenpairs of every distribution, and the share λ_i/tr M of each on average over the batch."""
@@ -107,10 +110,13 @@ def orthonormal_noise(
 def hartley_columns(core: Core, noise_dim: int, count: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Columns of Hartley's matrix in pairs, with random signs of the axes and the axes in a random order.  O(d) each.
 
-    One order serves the whole batch: whatever it is, an estimate is unbiased given it, so those of different
-    distributions stay uncorrelated.  Without it, derivatives along the axes i and i + d/2 would be a bad case.
+    Without that order, derivatives along the axes i and i + d/2 would be a bad case.  In many dimensions, where sorting
+    takes time and few orders are bad, one order serves the whole batch.  Whatever it is, estimates are unbiased given
+    it, so those of different distributions stay uncorrelated.
     """
-    order = torch.randperm(noise_dim, generator=generator, device=core.device)
+    own_order = noise_dim <= ORDERS_OF_THEIR_OWN
+    shape = (*(core.batch_shape if own_order else ()), noise_dim)
+    order = torch.rand(shape, generator=generator, dtype=torch.float64, device=core.device).argsort(-1)
     signs = random_signs(core, noise_dim, generator)
     chosen = columns_in_pairs(core, noise_dim, count, generator)
     return (hartley_column(signs, j, order) for j in chosen.unbind(-1))
@@ -145,9 +151,9 @@ def columns_in_pairs(core: Core, noise_dim: int, count: int, generator: torch.Ge
 def hartley_column(signs: Tensor, j: Tensor, order: Tensor) -> Tensor:
     """Signs ε [..., d] times column j [...] of Hartley's matrix: ε_i cas(2πσ(i)j/d)/√d, cas = cos + sin.  O(d).
 
-    The matrix is symmetric and orthogonal for every d and every order σ [d], so the columns add to Σ_j h_j h_jᵀ = I.
-    A column drawn at random has E[h hᵀ] = I/d, over the columns alone.  σj is reduced modulo d as an integer, hence no
-    digits are lost.
+    The matrix is orthogonal for every d and every order σ [..., d], so the columns add to Σ_j h_j h_jᵀ = I.  A column
+    drawn at random has E[h hᵀ] = I/d, over the columns alone.  σj is reduced modulo d as an integer, hence no digits
+    are lost.
     """
     d = signs.shape[-1]
     angles = torch.arange(d, device=signs.device).double() * (2 * math.pi / d)
