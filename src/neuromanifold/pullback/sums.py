@@ -60,13 +60,15 @@ class DiagonalSums:
     waits = True
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
-        self.squares = [_zeros_like(parameter) for parameter in parameters]
+        count = len(parameters)
+        self._parameters = parameters
         self._keeps = fourth_powers
-        self._fourths: list[Tensor | None] = [None] * len(self.squares)  # made when the first is needed
-        self._units = [0.0] * len(self.squares)
+        self._squares: list[Tensor | None] = [None] * count  # made when the first is needed, as .grad is
+        self._fourths: list[Tensor | None] = [None] * count
+        self._units = [0.0] * count
         self._passes = 0
-        self._looks = [0] * len(self.squares)  # how often each has been added to by samples
-        self._seen = [0] * len(self.squares)  # how many samples
+        self._looks = [0] * count  # how often each has been added to by samples
+        self._seen = [0] * count  # how many samples
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -74,10 +76,12 @@ class DiagonalSums:
         used = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
         if not used:
             return
-        values = [g.to(self.squares[i].dtype) for i in used if (g := gradients[i]) is not None]
+        squares = [self._square(i) for i in used]
+        values = [
+            g.to(square.dtype) for i, square in zip(used, squares, strict=True) if (g := gradients[i]) is not None
+        ]
         if made_by.scale != 1.0:
             values = list(torch._foreach_mul(values, 1 / made_by.scale))
-        squares = [self.squares[i] for i in used]
         if not self._keeps or not made_by.noise:
             torch._foreach_addcmul_(squares, values, values)
             return
@@ -94,18 +98,19 @@ class DiagonalSums:
     @torch.no_grad()
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms."""
-        if not form.samples or not self.squares[i].numel():
+        if not form.samples or not self._parameters[i].numel():
             return
+        squares = self._square(i)
         weight = self._weight(i, form) if self._keeps and made_by.sample_noise else 0
         if not weight:
-            form.add_squares(Accumulators(self.squares[i], scale=made_by.scale))
+            form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
         rare = self._looks[i] & (self._looks[i] - 1) == 0
         if rare or not self._units[i]:
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         unit, noise = self._units[i] or 1.0, weight * made_by.sample_noise
         fourths = self._fourth_powers(i)
-        form.add_squares(Accumulators(self.squares[i], fourths, unit, noise, made_by.scale))
+        form.add_squares(Accumulators(squares, fourths, unit, noise, made_by.scale))
 
     def _weight(self, i: int, form: Form) -> int:
         """How often these fourth powers count: an error bar need not be as exact as what it belongs to.
@@ -130,7 +135,13 @@ class DiagonalSums:
     def _fourth_powers(self, i: int) -> Tensor:
         kept = self._fourths[i]
         if kept is None:
-            kept = self._fourths[i] = torch.zeros_like(self.squares[i])
+            kept = self._fourths[i] = _zeros_like(self._parameters[i])
+        return kept
+
+    def _square(self, i: int) -> Tensor:
+        kept = self._squares[i]
+        if kept is None:
+            kept = self._squares[i] = _zeros_like(self._parameters[i])
         return kept
 
     def end_pass(self) -> None:
@@ -139,11 +150,16 @@ class DiagonalSums:
     def end_batch(self) -> None:
         """Nothing to do: entries know no batches."""
 
+    @property
+    def squares(self) -> list[Tensor]:
+        """Σ g², zero where nothing came."""
+        return [self._square(i) for i in range(len(self._squares))]
+
     def noise(self) -> list[Tensor]:
         """√(Σ c g⁴): the standard error of each Σ g², zero where nothing was random."""
         found = []
-        for square, fourth, unit in zip(self.squares, self._fourths, self._units, strict=True):
-            found.append(torch.zeros_like(square) if fourth is None else (unit or 1.0) ** 2 * fourth.sqrt())
+        for parameter, fourth, unit in zip(self._parameters, self._fourths, self._units, strict=True):
+            found.append(_zeros_like(parameter) if fourth is None else fourth.sqrt().mul_((unit or 1.0) ** 2))
         return found
 
 

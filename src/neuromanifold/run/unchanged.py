@@ -32,7 +32,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             # cuDNN cannot go backward through a recurrent layer in eval mode; without dropout both modes are the same.
-            torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and len(plain) == len(recurrent)),
+            _cudnn(torch.backends.cudnn.enabled and len(plain) == len(recurrent)),
         ):
             yield
     finally:
@@ -41,6 +41,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module.training = training
         for buffer in buffers:
             buffer.restore()
+
+
+@contextmanager
+def _cudnn(enabled: bool) -> Iterator[None]:
+    """With cuDNN or without; torch.backends.cudnn.flags would set its precision and everything else to defaults."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _on_gpu(module: nn.Module) -> bool:
