@@ -134,3 +134,26 @@ def test_dropout_is_off_during_a_run() -> None:
     m = model()
     results = [nm.fisher_diagonal(m, [torch.ones(4, 4)], seed=0) for _ in range(2)]
     assert torch.equal(results[0]["first.weight"], results[1]["first.weight"])
+
+
+class Settings(torch.nn.Module):
+    """Remembers what cuDNN was told while it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(3, 2), set[tuple[bool, bool, bool]]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cudnn = torch.backends.cudnn
+        self.seen.add((cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("benchmark", [True, False])
+def test_cudnn_works_as_it_was_told_to(tf32: bool, benchmark: bool) -> None:
+    model = Settings()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32, benchmark=benchmark, deterministic=True):
+        nm.fisher_diagonal(model, [torch.randn(4, 3)])
+        assert (torch.backends.cudnn.enabled, torch.backends.cudnn.allow_tf32) == (True, tf32)
+    assert model.seen == {(tf32, benchmark, True)}

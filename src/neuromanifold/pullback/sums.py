@@ -156,10 +156,11 @@ class DiagonalSums:
         return [self._square(i) for i in range(len(self._squares))]
 
     def noise(self) -> list[Tensor]:
-        """√(Σ c g⁴): the standard error of each Σ g², zero where nothing was random."""
+        """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded."""
         found = []
         for parameter, fourth, unit in zip(self._parameters, self._fourths, self._units, strict=True):
-            found.append(_zeros_like(parameter) if fourth is None else fourth.sqrt().mul_((unit or 1.0) ** 2))
+            zeros = _zeros_like(parameter.new_empty(())).expand(parameter.shape)
+            found.append(zeros if fourth is None else fourth.sqrt().mul_((unit or 1.0) ** 2))
         return found
 
 
