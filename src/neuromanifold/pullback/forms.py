@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-# How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearest
+# How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
-CPU_TILE, CPU_ROWS, GPU_TILE = 2**18, 2**22, 2**25
+CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
 
 
 @dataclass(frozen=True)
