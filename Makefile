@@ -21,6 +21,8 @@ check: .venv/installed-test
 bench: .venv/installed-test  ## ratios measured side by side, printed and kept in benchmarks/results/
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/estimators.py
+	$(BIN)/python benchmarks/samplewise.py --skip-others
+	$(BIN)/python benchmarks/accuracy.py digits
 
 docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure made anew
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
