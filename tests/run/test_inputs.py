@@ -301,3 +301,12 @@ def test_slow_paths_are_announced() -> None:
     model = nn.Bilinear(4, 4, 3).double()
     with pytest.warns(nm.SlowPathWarning, match=r"weight.*right, but slow.*random probes"):
         nm.fisher_diagonal(model, [{"input1": X[:2], "input2": X[:2]}], nm.Exact())
+
+
+@pytest.mark.parametrize(
+    ("batch_dim", "text"),
+    [("x", "batch_dim"), (-1, "batch_dim"), (True, "batch_dim"), (7, "a dimension of the logits"), (2, "classes")],
+)
+def test_a_batch_dim_that_cannot_be_is_refused(batch_dim: object, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        nm.fisher_diagonal(nn.Linear(3, 2), [torch.randn(4, 5, 3)], batch_dim=batch_dim)  # type: ignore[arg-type]

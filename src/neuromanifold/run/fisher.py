@@ -121,6 +121,7 @@ def _settings(
         expected = "nm.Categorical, nm.Bernoulli, nm.Gaussian, or a function from outputs to one of them"
         raise TypeError(message("likelihood", expected, repr(likelihood)))
     seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    batch_dim = integer_in_range(batch_dim, "batch_dim", 0, 63, "a dimension of the logits, counted from the front")
     level = choose_granularity(estimator, granularity)
     estimator = estimator.for_batches() if level == "batch" else estimator
     return Settings(estimator, likelihood, level, seed, class_dim, batch_dim, ignore_index, progress)
