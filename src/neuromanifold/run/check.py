@@ -23,7 +23,7 @@ from neuromanifold.run.check_result import Check
 from neuromanifold.run.check_run import Run
 from neuromanifold.run.fisher import Likelihood
 from neuromanifold.run.granularity import choose_granularity
-from neuromanifold.run.loop import _check_data
+from neuromanifold.run.loop import check_data
 from neuromanifold.run.parameters import Selection, select_parameters
 from neuromanifold.run.trials import Trial, short_name
 from neuromanifold.run.unchanged import unchanged
@@ -72,7 +72,7 @@ def check(
         parameters if parameters is None or callable(parameters) or isinstance(parameters, str) else list(parameters)
     )
     chosen, asked = select_parameters(model, parameters), _asked(estimators)
-    _check_data(data)
+    check_data(data)
     with unchanged(model):
         items = [read_batch(item, i).to(model_device(model)) for i, item in enumerate(islice(data, batches))]
     if not items:

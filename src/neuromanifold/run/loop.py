@@ -65,7 +65,7 @@ def run(
     enough: Callable[[Counts], str] | None = None,
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason."""
-    _check_data(data)
+    check_data(data)
     _check_model(model)
     device, counts, estimator = model_device(model), Counts(), settings.estimator
     squares = make_squares(model, parameters, sums, estimator, settings.granularity, settings.batch_dim)
@@ -130,7 +130,7 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(message("model", "without scale_grad_by_freq", got, advice))
 
 
-def _check_data(data: object) -> None:
+def check_data(data: object) -> None:
     """What is easily handed in instead of an iterable of batches."""
     one_batch = isinstance(data, Tensor) or (isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data))
     if one_batch or isinstance(data, Mapping):
