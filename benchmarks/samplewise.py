@@ -22,6 +22,7 @@ import others
 import torch
 from common import Times, interleaved, keep, peak_memory, setting, table
 from models import NETWORKS, Task, task
+from others_torch import Work
 from torch.nn.functional import cross_entropy
 
 import neuromanifold as nm
@@ -81,7 +82,7 @@ def _ours(case: Task, estimator: nm.Estimator, granularity: str) -> Callable[[in
     )
 
 
-def _theirs(case: Task, adapter: Callable[..., others.Work], part: dict) -> Callable[[int], Callable[[], object]]:
+def _theirs(case: Task, adapter: Callable[..., Work], part: dict) -> Callable[[int], Callable[[], object]]:
     def build(batches: int) -> Callable[[], object]:
         work = adapter(*others.tensor_model(case), case.labels, case.classes, **part)
         return lambda: [work() for _ in range(batches)][-1]

@@ -47,6 +47,91 @@ def test_columns_are_a_factor_of_least_rank(name: str) -> None:
     torch.testing.assert_close(columns @ columns.mT, core.fisher(), rtol=1e-12, atol=1e-15)
 
 
+def column_by_formula(core: nm.Categorical, i: int) -> torch.Tensor:
+    """√p_j (e_j - p) - √p_j √p_m/(1 + √p_m) (e_m - p), with j the class number i when m is left out."""
+    m = core.probs.argmax(-1)
+    j = torch.where(m <= i, i + 1, i)
+    root_j, root_m = (core.probs.gather(-1, y[..., None]).sqrt() for y in (j, m))
+    return root_j * (core.score(j) - root_m / (1 + root_m) * core.score(m))
+
+
+LOGITS = {
+    "normal": lambda z: z,
+    "saturated": lambda z: torch.cat([z[..., :1] + 69.0, z[..., 1:]], dim=-1),  # p = 1 - 1e-30
+    "saturated, last": lambda z: torch.cat([z[..., :-1], z[..., -1:] + 69.0], dim=-1),
+    "ties": lambda z: z.round(),
+    "uniform": torch.zeros_like,
+    "impossible": lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., -1:], -math.inf)], dim=-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("classes", [2, 3, 6])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)])
+def test_columns_at_once_are_those_one_by_one(
+    shape: tuple[int, ...], classes: int, kind: str, dtype: torch.dtype
+) -> None:
+    z = torch.randn(*shape, classes, generator=generator(classes), dtype=torch.float64).to(dtype)
+    core, eps = nm.Categorical(LOGITS[kind](z)), torch.finfo(dtype).eps
+    single = [core.column(i) for i in range(core.rank)]
+    for start in range(core.rank):
+        for stop in range(start + 1, core.rank + 1):
+            block = core.columns(start, stop)
+            assert block.shape == (stop - start, *shape, classes)
+            assert block.dtype == dtype
+            assert block.is_contiguous()  # each column is a view that can be reshaped
+            assert torch.equal(block, torch.stack(single[start:stop]))
+    expected = torch.stack([column_by_formula(core, i) for i in range(core.rank)])
+    columns = core.columns(0, core.rank)
+    torch.testing.assert_close(columns, expected, rtol=20 * eps, atol=0)
+    fisher = torch.einsum("k...c,k...d->...cd", columns, columns)
+    torch.testing.assert_close(fisher, core.fisher(), rtol=40 * eps, atol=torch.finfo(dtype).tiny)
+
+
+@pytest.mark.parametrize("saturation", [1e-3, 40.0, 300.0, 700.0])
+@pytest.mark.parametrize("likely", [0, 2, 3])
+def test_columns_are_accurate_relatively_for_saturated_predictions(likely: int, saturation: float) -> None:
+    z = torch.tensor([0.0, 0.3, -0.2, 0.1], dtype=torch.float64)
+    z[likely] += 1 + saturation
+    p, columns = exact.probabilities(z), nm.Categorical(z).columns(0, 3)
+    rest = sum(q for c, q in enumerate(p) if c != likely)
+    share = exact.mpmath.sqrt(p[likely]) / (1 + exact.mpmath.sqrt(p[likely]))
+    for column, j in zip(columns, [c for c in range(4) if c != likely], strict=True):
+        for c in range(4):
+            own = sum(q for d, q in enumerate(p) if d != j) if c == j else -p[c]
+            value = exact.mpmath.sqrt(p[j]) * (own - share * (rest if c == likely else -p[c]))
+            assert abs(mpf(float(column[c])) - value) <= 1e-12 * abs(value) + 1e-307  # else not a normal number
+
+
+def test_columns_never_wait_for_a_device() -> None:
+    """A tensor without data has nothing to be read; labels are checked, so that a score would have to wait."""
+    core = nm.Categorical(torch.zeros(3, 5, device="meta"))
+    assert core.columns(1, 4).shape == (3, 3, 5)
+    assert core.column(2).shape == (3, 5)
+    with pytest.raises(RuntimeError, match="meta"):
+        core.score(torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+def test_columns_have_derivatives(core: nm.Categorical) -> None:
+    def columns(z: torch.Tensor) -> torch.Tensor:
+        return nm.Categorical(z).columns(1, 4)
+
+    z = core.logits[0].clone().requires_grad_()
+    assert torch.autograd.gradcheck(columns, z, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(columns, z)
+
+
+def test_columns_that_do_not_exist_are_refused(core: nm.Categorical) -> None:
+    for start, stop, argument in ((-1, 2, "start"), (5, 6, "start"), (2, 2, "stop"), (3, 2, "stop"), (0, 6, "stop")):
+        with pytest.raises(ValueError, match=f"`{argument}` must be between .*the rank is 5"):
+            core.columns(start, stop)
+    for i in (-1, 5):
+        with pytest.raises(ValueError, match="`i` must be between 0 and 4"):
+            core.column(i)
+
+
 def test_vectors_broadcast_against_the_batch_both_ways(core: nm.Categorical) -> None:
     v = torch.randn(6, generator=generator(1), dtype=torch.float64)
     for product in ("matvec", "factor", "factor_transpose"):

@@ -168,3 +168,16 @@ def test_steps_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
         values, vectors = core.spectrum(3)
         residual = core.matvec(vectors.movedim(-2, 0)).movedim(0, -2) - values[..., None] * vectors
         assert (residual.norm(dim=-1) <= 1e-14 * values[:, :1] * classes**0.5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_fixed_number_of_steps_gives_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """The path of a GPU, which is not waited for, walked on a CPU."""
+    for problem in PROBLEMS.values():
+        core = nm.Categorical(problem.to(dtype))
+        expected = core.spectrum(core.dim)
+        with monkeypatch.context() as patch:
+            patch.setattr(solver, "_may_wait", lambda _: False)
+            found = core.spectrum(core.dim)
+        torch.testing.assert_close(found.values, expected.values, rtol=50 * torch.finfo(dtype).eps, atol=1e-300)
+        torch.testing.assert_close(found.dense(), expected.dense(), rtol=0, atol=50 * torch.finfo(dtype).eps)

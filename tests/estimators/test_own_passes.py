@@ -13,7 +13,7 @@ import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
 from neuromanifold.estimators.orthogonal import leading_columns, orthonormal_noise, own_columns, remainder
-from tests.estimators.test_orthogonal import NOISES, drawn, normal, outer, special
+from tests.estimators.probes import NOISES, drawn, normal, outer, special
 from tests.zscores import allowed_z_score, worst_z_score
 
 

@@ -6,7 +6,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.run.networks import Net, Problem, in_float64
+from tests.run.problem import Net, Problem, in_float64
 
 LABELS = torch.tensor([0, 2, 1, 1])
 IDS = torch.tensor([[2, 4, 0, 5], [3, 3, 2, 4], [2, 5, 0, 0], [4, 2, 4, 1]])

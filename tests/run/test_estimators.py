@@ -13,7 +13,8 @@ import neuromanifold as nm
 from neuromanifold.core.sums import square_root
 from neuromanifold.reference import network as reference
 from tests.run.architectures import ARCHITECTURES
-from tests.run.networks import PROBLEMS, Problem
+from tests.run.networks import PROBLEMS
+from tests.run.problem import Problem
 
 ALL = {**PROBLEMS, **ARCHITECTURES}
 # For what is random, a few networks suffice: that gradients are right is seen without randomness, on all of them.

@@ -59,6 +59,10 @@ class Core(ABC):
     def column(self, i: int) -> Tensor:
         """The i-th column [..., C] of a factor of M that has only `rank` columns.  O(C)."""
 
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Columns `start` to `stop - 1` of that factor at once, [k, ..., C].  O(kC)."""
+        return torch.stack([self.column(i) for i in range(*self._range(start, stop))])
+
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Draw y ~ p(y | z) with a local generator, `shape` independent times for each member of the batch."""
@@ -94,6 +98,11 @@ class Core(ABC):
 
     def _vector(self, v: Tensor, argument: str) -> Tensor:
         return checks.same_last_dimension(v, argument, self.batch_shape, self.dim)
+
+    def _range(self, start: int, stop: int) -> tuple[int, int]:
+        start = checks.integer_in_range(start, "start", 0, self.rank - 1, f"the rank is {self.rank}")
+        why = f"at least one column, and the rank is {self.rank}"
+        return start, checks.integer_in_range(stop, "stop", start + 1, self.rank, why)
 
     def _rank(self, k: int, argument: str = "k") -> int:
         return checks.integer_in_range(k, argument, 1, self.dim, f"the dimension is {self.dim}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from neuromanifold.core.empirical import EmpiricalError, ScoreVariance
 from neuromanifold.core.envelopes import EnvelopeErrors
 from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.core.sums import square_root, sum_of_others
+from neuromanifold.core.ties import is_differentiated
 
 
 class Categorical(Core):
@@ -22,17 +25,31 @@ class Categorical(Core):
     accurate relatively also for a saturated network with p = 1 - 1e-30.
 
     A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN and +inf, which on a GPU
-    waits for the device.
+    waits for the device.  Nothing else is computed before it is asked for, so do not overwrite the logits until then.
     """
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
-        logits = checks.batch_of_vectors(logits, "logits", least=2, noun="classes")
+        logits = checks.real_vectors(logits, "logits", least=2, noun="classes")
         if validate and logits.numel() and not logits.is_meta and not bool(torch.isfinite(logits.amax(-1)).all()):
             raise ValueError(_what_is_wrong(logits))
         super().__init__(logits)
-        self.logits = logits
-        probs = logits.softmax(-1)
-        self.probs: Tensor = probs / probs.sum(-1, keepdim=True)  # softmax in float32 is 1e-4 off for 150,000 classes
+        self.dtype = checks.promoted(logits.dtype)
+        self.given = logits  # in the precision that they came in
+        if is_differentiated(logits):  # on record now, whatever mode they are asked for in
+            self.logits = logits.to(self.dtype)
+            self.probs = _softmax(self.logits)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """z [..., C], in single or double precision."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.given.to(self.dtype)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """p = softmax(z), [..., C]."""
+        with torch.inference_mode(False), torch.no_grad():
+            return _softmax(self.logits)
 
     @property
     def complement(self) -> Tensor:
@@ -78,12 +95,24 @@ class Categorical(Core):
         """Column i of S Q, 0 <= i < C-1, with Q from the reflection that maps √p to e_m, m the likeliest class.  O(C).
 
         It is √p_j (e_j - p) - √p_j √p_m/(1 + √p_m) (e_m - p), with j the class number i when m is left out.
+        That is √p_j (e_j - w), with w = p/(1 + √p_m) except for w_m = √p_m: nothing cancels, since p_j <= 1/2.
         """
         i = checks.integer_in_range(i, "i", 0, self.dim - 2, f"the rank is {self.dim - 1}")
-        m = self.probs.argmax(-1)
-        j = torch.where(m <= i, i + 1, i)
-        root_j, root_m = (square_root(self._at(self.probs, y[..., None])) for y in (j, m))
-        return root_j * (self.score(j) - root_m / (1 + root_m) * self.score(m))
+        return self._columns(i, i + 1)[0]
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Columns `start` to `stop - 1` of S Q at once, [k, ..., C].  O(kC)."""
+        return self._columns(*self._range(start, stop))
+
+    def _columns(self, start: int, stop: int) -> Tensor:
+        p = self.probs
+        m = p.argmax(-1, keepdim=True)  # [..., 1]
+        root_m = p.gather(-1, m).sqrt()
+        w = (p / (1 + root_m)).scatter_(-1, m, root_m)
+        i = torch.arange(start, stop, device=self.device).view(-1, *[1] * m.ndim)
+        j = i + (m <= i)  # [k, ..., 1]
+        root_j = square_root(self._at(p, j))
+        return (-root_j * w).scatter_(-1, j, root_j * (1 - self._at(w, j)))
 
     def sample(self, generator: torch.Generator | None = None, shape: tuple[int, ...] = ()) -> Tensor:
         """Labels y ~ p(y | z) as int64, `shape` in front of the batch.  O(C) each."""
@@ -196,6 +225,11 @@ class Categorical(Core):
             advice = "Drop ignored positions (such as -100) first."
             raise ValueError(checks.message("y", f"between 0 and {self.dim - 1}", got, advice))
         return y
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    probs = logits.softmax(-1)
+    return probs / probs.sum(-1, keepdim=True)  # softmax in float32 is 1e-4 off for 150,000 classes
 
 
 def _off_diagonal(matrix: Tensor) -> Tensor:

@@ -18,6 +18,17 @@ def message(argument: str, expected: str, got: str, advice: str = "") -> str:
 
 def float_tensor(value: object, argument: str) -> Tensor:
     """A floating-point tensor; half precisions are promoted to float32, float32 and float64 are kept."""
+    tensor = real_tensor(value, argument)
+    return tensor.to(promoted(tensor.dtype))
+
+
+def promoted(dtype: torch.dtype) -> torch.dtype:
+    """The type that a core of this type is evaluated in."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def real_tensor(value: object, argument: str) -> Tensor:
+    """A floating-point tensor of any precision."""
     if not isinstance(value, Tensor):
         raise TypeError(message(argument, "a torch.Tensor", type(value).__name__, "Convert it with torch.as_tensor."))
     if value.layout != torch.strided:
@@ -25,12 +36,18 @@ def float_tensor(value: object, argument: str) -> Tensor:
     if not value.is_floating_point():
         advice = "Labels are not logits; convert integers with .float() if they are meant."
         raise TypeError(message(argument, "a tensor of a real floating-point type", str(value.dtype), advice))
-    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+    return value
 
 
 def batch_of_vectors(value: object, argument: str, least: int, noun: str) -> Tensor:
-    """A floating-point tensor [..., C] with C >= least."""
-    tensor = float_tensor(value, argument)
+    """A floating-point tensor [..., C] with C >= least; half precisions are promoted."""
+    tensor = real_vectors(value, argument, least, noun)
+    return tensor.to(promoted(tensor.dtype))
+
+
+def real_vectors(value: object, argument: str, least: int, noun: str) -> Tensor:
+    """A floating-point tensor [..., C] with C >= least, of any precision."""
+    tensor = real_tensor(value, argument)
     if tensor.ndim == 0:
         advice = f"The last dimension holds the {noun}."
         raise ValueError(message(argument, f"of shape [..., C] with C >= {least}", "a 0-d tensor", advice))

@@ -36,6 +36,7 @@ from neuromanifold.core.ties import average_derivatives_over_ties, is_differenti
 # How many elements of [n, k, c] are worked on at once: on a CPU what its cache holds, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 _MAX_STEPS = 40  # convergence is quadratic: four or five steps are usual, seven the most that was ever seen
+_STEPS_ON_A_GPU = 8  # which is not asked whether they were enough: the host would wait for it
 
 
 class Spectrum(NamedTuple):
@@ -176,7 +177,8 @@ def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     one, tolerance = torch.ones_like(low)[..., None], math.sqrt(8 * torch.finfo(p.dtype).eps)
 
     W = gap
-    for _ in range(_MAX_STEPS):
+    waits = _may_wait(p)
+    for _ in range(_MAX_STEPS if waits else _STEPS_ON_A_GPU):
         v = 1 + W / gap
         x, y = W / v, gap / v
         ratio = torch.addcmul(one, beneath, (1 / x)[..., None])  # (λ - p_i)/x
@@ -190,7 +192,7 @@ def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         linear = (yH - t) / y - (xL - s) / x + t_gap - s / gap
         root = linear.abs() + torch.sqrt(linear.square() + (4 / gap) * s * t_gap)
         previous, W = W, torch.where(linear > 0, 2 * s / root, root / (2 * t_gap) * gap)
-        if not bool((((W - previous).abs() > tolerance * W) & regular).any()):
+        if waits and not bool((((W - previous).abs() > tolerance * W) & regular).any()):
             break
 
     v = 1 + W / gap
@@ -201,12 +203,17 @@ def _solve(block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.where(near_low, low_class, high_class), torch.where(regular, offset, 0.0), low, regular
 
 
+def _may_wait(tensor: Tensor) -> bool:
+    """Whether reading a value back costs nothing: not on a GPU, whose queue would run empty."""
+    return not tensor.is_cuda
+
+
 def _eigenvectors(block: Block, roots: Roots) -> Tensor:
     """x_i = p_i/(p_i - λ), normalised; in closed form where λ is a tie or a zero."""
     distances = torch.where(roots.regular[..., None], roots.distances(block.p), 1.0)
     x = block.p[:, None, :] / roots.unit[..., None] / distances
     vectors: Tensor = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    if bool(roots.regular.all()):
+    if _may_wait(vectors) and bool(roots.regular.all()):
         return vectors
     tied = (block.high == block.low)[..., None]
     zero = ((block.low == 0) & (block.high > 0))[..., None]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Core
+from neuromanifold.estimators.kernels import Probe
 
 
 class Estimator(ABC):
@@ -42,6 +43,15 @@ class Estimator(ABC):
     @abstractmethod
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """One cotangent [..., C] for each pass, scaled so that the sum of the passes' squares is the estimate."""
+
+    def fuses(self, core: Core) -> bool:
+        """Whether one kernel makes a cotangent of this core: then there is `fused`."""
+        del core
+        return False
+
+    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe]:
+        """Cotangents of the outputs' precision, each with what it found out about them; zero where nothing counts."""
+        raise NotImplementedError
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """For each pass, c such that the estimate's variance is at most Σ_passes c E[g⁴].

@@ -10,9 +10,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from neuromanifold.core import Core
+from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
+from neuromanifold.core.ties import is_differentiated
+from neuromanifold.estimators import kernels
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.orthogonal import (
     orthonormal_noise,
@@ -89,6 +91,9 @@ class Hutchinson(Estimator):
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
         del labels
+        if self.fuses(core):
+            yield from (one.cotangent for one in self.fused(core, generator))
+            return
         if self._together:
             for cotangent in self._orthogonal(core, generator):
                 yield cotangent * random_signs(core, 1, generator)
@@ -96,6 +101,21 @@ class Hutchinson(Estimator):
         noise_dim, mix = self._deflated(core) if self.deflate else self.core.mixer(core)
         for _ in range(self.probes):
             yield mix(self._noise(core, noise_dim, generator)) / math.sqrt(self.probes)
+
+    def fuses(self, core: Core) -> bool:
+        """On a GPU: independent probes with random signs, of classes, with at most one eigenvector deflated."""
+        if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
+            return False  # something else that somebody wrote
+        signs = self.noise == "rademacher" and isinstance(self.core, Full) and self.deflate <= 1 and not self._together
+        return signs and kernels.usable(core.given) and not is_differentiated(core.given)
+
+    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[kernels.Probe]:
+        """The same probes from one kernel each, `neuromanifold.estimators.kernels.probe`."""
+        from neuromanifold.estimators.kernels.probe import probe
+
+        assert isinstance(core, Categorical)
+        for _ in range(self.probes):
+            yield probe(core.given, self.deflate > 0, 1 / math.sqrt(self.probes), generator, counts)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.

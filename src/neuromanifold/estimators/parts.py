@@ -12,6 +12,8 @@ from neuromanifold.core import Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 
+BLOCK = 2**22  # numbers in a block of columns: 16 MiB in float32
+
 
 class Mixer(NamedTuple):
     """What turns noise into a cotangent, with everything that does not depend on the noise computed once."""
@@ -29,8 +31,10 @@ class Full:
         return core.rank
 
     def columns(self, core: Core) -> Iterator[Tensor]:
-        """The columns of a factor of M, one after the other."""
-        return (core.column(i) for i in range(core.rank))
+        """The columns of a factor of M, one after the other, computed in blocks."""
+        step = max(1, BLOCK // max(1, core.batch_shape.numel() * core.dim))
+        for start in range(0, core.rank, step):
+            yield from core.columns(start, min(start + step, core.rank)).unbind()
 
     def mixer(self, core: Core) -> Mixer:
         """ξ [..., C] to S ξ."""

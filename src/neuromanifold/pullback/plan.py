@@ -114,7 +114,8 @@ class Plan:
             layout = self.layout(record)
             assert layout is not None
             dim, rows = layout
-            x, g = x.movedim(dim, 0), g.movedim(dim, 0)
+            if dim:
+                x, g = x.movedim(dim, 0), g.movedim(dim, 0)
             if rows > 1:
                 order = self._orders.get(next(iter(record.parameters.values())), "samples")
                 x, g = (samples_first(t, self.samples, order) for t in (x, g))

@@ -111,9 +111,10 @@ class SamplePullback:
         try:
             for k, one in enumerate(made_by):
                 self._pass = (sums, one, True)
-                for record, g in zip(self.plan.records, found, strict=True):
-                    if g is not None:
-                        self._take_call(record, g[k])
+                with torch.no_grad():
+                    for record, g in zip(self.plan.records, found, strict=True):
+                        if g is not None:
+                            self._take_call(record, g[k])
                 self._end_pass([])
         finally:
             self._pass, self._waiting = None, {}
@@ -135,6 +136,7 @@ class SamplePullback:
         sums.extend(g.float().sum() for g in (*gradients, *at_edges) if g is not None)
         return all(bool(torch.isfinite(value)) for value in sums)
 
+    @torch.no_grad()
     def finish(self, sums: GradientSums) -> None:
         """All passes of a batch are done: add what was left for the end, and let go of the graph."""
         for (i, _), product in self._products.items():
@@ -203,10 +205,11 @@ class SamplePullback:
             if key not in self._products:
                 dtype = torch.float64 if self.parameters[i].dtype == torch.float64 else torch.float32
                 self._products[key] = SquaredProduct.of(form, dtype)
-            self._products[key].add_cotangents(form.left[:, 0, 0], made_by.scale, made_by.sample_noise)
+            self._products[key].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
         else:
             sums.add_samples(i, form, made_by)
 
+    @torch.no_grad()
     def _end_pass(self, at_edges: list[Tensor | None]) -> None:
         """Take what was picked up at the edges; and what waits for uses of which no more will come."""
         assert self._pass is not None

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from neuromanifold.pullback.forms import Accumulators, Form
+from neuromanifold.pullback.forms import Accumulators, Dense, Form
+from neuromanifold.pullback.small import LIMIT, SmallSums
 
 # On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
 _CHUNK = 2**18
@@ -41,7 +42,7 @@ class GradientSums(Protocol):
         """Take the gradients of one pass, of a batch as a whole; None stands for zero."""
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Take gradients of single samples with respect to parameter number i."""
+        """Take gradients of single samples with respect to parameter number i; autograd must not be recording."""
 
     def end_pass(self) -> None:
         """All gradients of a pass have been added."""
@@ -67,6 +68,8 @@ class DiagonalSums:
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
         self._passes = 0
+        self._small = SmallSums()
+        self._sizes: dict[int, Tensor] = {}  # about how large gradients are now, to be looked at later
         self._looks = [0] * count  # how often each has been added to by samples
         self._seen = [0] * count  # how many samples
 
@@ -95,19 +98,22 @@ class DiagonalSums:
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
 
-    @torch.no_grad()
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms."""
         if not form.samples or not self._parameters[i].numel():
+            return
+        if isinstance(form, Dense) and form.values.numel() <= LIMIT:
+            self._small.add(i, form.values, made_by.scale, made_by.sample_noise if self._keeps else 0.0)
             return
         squares = self._square(i)
         weight = self._weight(i, form) if self._keeps and made_by.sample_noise else 0
         if not weight:
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
-        rare = self._looks[i] & (self._looks[i] - 1) == 0
-        if rare or not self._units[i]:
+        if not self._units[i]:
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
+        elif self._looks[i] & (self._looks[i] - 1) == 0:
+            self._sizes[i] = form.magnitude() / made_by.scale
         unit, noise = self._units[i] or 1.0, weight * made_by.sample_noise
         fourths = self._fourth_powers(i)
         form.add_squares(Accumulators(squares, fourths, unit, noise, made_by.scale))
@@ -145,22 +151,39 @@ class DiagonalSums:
         return kept
 
     def end_pass(self) -> None:
-        """Nothing to do: entries know no passes."""
+        """Square what is small."""
+        self._small.flush()
 
     def end_batch(self) -> None:
-        """Nothing to do: entries know no batches."""
+        """Look whether gradients have grown: all at once, since reading values back takes time."""
+        self._small.flush()
+        for device in {size.device for size in self._sizes.values()}:
+            there = {i: size.double() for i, size in self._sizes.items() if size.device == device}
+            for i, size in zip(there, torch.stack(list(there.values())).tolist(), strict=True):
+                self._raise_unit(i, _power_of_two_near(size))
+        self._sizes = {}
 
     @property
     def squares(self) -> list[Tensor]:
         """Σ g², zero where nothing came."""
-        return [self._square(i) for i in range(len(self._squares))]
+        small, found = self._small.squares(), []
+        for i, square in enumerate(self._squares):
+            both = square + small[i] if square is not None and i in small else small.get(i, square)
+            found.append(_zeros_like(self._parameters[i]) if both is None else both)
+        return found
 
     def noise(self) -> list[Tensor]:
         """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded."""
-        found = []
-        for parameter, fourth, unit in zip(self._parameters, self._fourths, self._units, strict=True):
-            zeros = _zeros_like(parameter.new_empty(())).expand(parameter.shape)
-            found.append(zeros if fourth is None else fourth.sqrt().mul_((unit or 1.0) ** 2))
+        small, found = self._small.fourths(), []
+        for i, (parameter, fourth, unit) in enumerate(zip(self._parameters, self._fourths, self._units, strict=True)):
+            zeros = _zeros_like(parameter.new_empty(()))
+            if i not in small:
+                found.append(
+                    zeros.expand(parameter.shape) if fourth is None else fourth.sqrt().mul_((unit or 1.0) ** 2)
+                )
+                continue
+            total = small[i] if fourth is None else small[i] + fourth.double() * (unit or 1.0) ** 4
+            found.append(total.sqrt().to(zeros.dtype))
         return found
 
 
@@ -186,7 +209,6 @@ class TraceSums:
         norms = torch._foreach_norm(used) if used else []
         self._whole.extend(norm.double().square() / made_by.scale**2 for norm in norms)
 
-    @torch.no_grad()
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add ‖g_n/scale‖² to what sample n has of other parameters."""
         del i

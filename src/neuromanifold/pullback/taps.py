@@ -41,7 +41,7 @@ class Site:
         return args[0] if args else options.get(self.argument)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Record:
     """One call of a module: all that its rule will need, but for the gradient."""
 
@@ -147,9 +147,10 @@ class Taps:
         self, site: Site, swapped: list[str], args: tuple[Any, ...], options: dict[str, Any], output: Tensor
     ) -> Tensor:
         """The output behind a tap, and a record of the call."""
-        wanted = {name: site.parameters[name] for name in swapped}
-        named, x = dict(options), site.first(args, options)
-        named.pop(site.argument, None)
+        all_of_them = len(swapped) == len(site.parameters)
+        wanted = site.parameters if all_of_them else {name: site.parameters[name] for name in swapped}
+        x = site.first(args, options)
+        named = {name: value for name, value in options.items() if name != site.argument} if options else options
         version = None if x.is_inference() else x._version
         before = self._calls.get(id(site), 0)
         record = Record(site, wanted, x, args[1:], named, output.shape, version, (id(site), before))

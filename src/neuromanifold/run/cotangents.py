@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.core import Core
 from neuromanifold.estimators import Estimator
 from neuromanifold.run.batches import Outputs
 from neuromanifold.run.validation import LateValidation
@@ -28,12 +29,14 @@ def cotangents(
     """All cotangents of batch `number`; at positions that do not count they are zero."""
     shape = outputs.logits.shape
     logits, labels, valid = outputs.logits.detach(), outputs.labels if estimator.needs_labels else None, outputs.valid
-    if valid is None or logits.ndim == 2:  # every row; those that do not count get a zero, without waiting for a GPU
-        rows = logits.reshape(-1, shape[-1])
-        rows = rows if valid is None else torch.where(valid[:, None], rows, 0.0)
-        labels = None if labels is None else labels.reshape(len(rows), *labels.shape[len(shape) - 1 :])
-    else:  # only the positions that count: padding may be most of them
-        rows, labels = logits[valid], None if labels is None else labels[valid]
+    core = validation.unchecked(logits, number)
+    if core is not None and estimator.fuses(core):
+        yield from _fused(core, logits, valid, estimator, generator, validation, number)
+        return
+    rows = _rows(logits, valid)
+    if labels is not None:
+        every = valid is None or logits.ndim == 2
+        labels = labels.reshape(len(rows), *labels.shape[len(shape) - 1 :]) if every else labels[valid]
     core = validation.core(rows, number)
     try:
         noise = estimator.pass_noise(core, alone=False)
@@ -42,6 +45,33 @@ def cotangents(
             yield Cotangent(_spread(columns, shape, valid), noise[i], sample_noise[i], len(noise) - i)
     except (TypeError, ValueError) as error:
         raise ValueError(f"Batch {number} of `data`: {error}") from error
+
+
+def _fused(
+    core: Core,
+    logits: Tensor,
+    valid: Tensor | None,
+    estimator: Estimator,
+    generator: torch.Generator,
+    validation: LateValidation,
+    number: int,
+) -> Iterator[Cotangent]:
+    """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
+    noise = estimator.pass_noise(core, alone=False)
+    sample_noise = estimator.pass_noise(core, alone=logits.ndim == 2)
+    for i, (values, finite) in enumerate(estimator.fused(core, generator, valid)):
+        if i == 0:
+            validation.look_later(finite.all(), lambda: _rows(logits, valid), number)
+        yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)
+
+
+def _rows(logits: Tensor, valid: Tensor | None) -> Tensor:
+    """The distributions that count, [rows, C]."""
+    if valid is None:
+        return logits.reshape(-1, logits.shape[-1])
+    if logits.ndim == 2:  # every row; those that do not count get a zero, without waiting for a GPU
+        return torch.where(valid[:, None], logits, 0.0)
+    return logits[valid]  # padding may be most of them
 
 
 def by_position(cotangent: Tensor, valid: Tensor | None) -> Iterator[Tensor]:

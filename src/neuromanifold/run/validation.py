@@ -21,25 +21,35 @@ class LateValidation:
 
     def __init__(self, likelihood: Callable[[Tensor], Core]) -> None:
         self.likelihood = likelihood
-        self._waiting: tuple[Tensor, Tensor, int] | None = None
+        self._waiting: tuple[Tensor, Callable[[], Tensor], int] | None = None
 
     def core(self, rows: Tensor, number: int) -> Core:
         """The core of these outputs, of batch `number`."""
-        if rows.device.type == "cpu" or self.likelihood not in (Categorical, Bernoulli, Gaussian):
+        core = self.unchecked(rows, number)
+        if core is None:
             return _named(number, lambda: self.likelihood(rows))
-        before, self._waiting = self._waiting, (torch.isfinite(rows.float().sum()), rows, number)
-        core = _named(number, lambda: self.likelihood(rows, validate=False))  # type: ignore[call-arg]
-        self._look_at(before)
+        self.look_later(torch.isfinite(rows.sum(dtype=torch.float32)), lambda: rows, number)
         return core
+
+    def unchecked(self, outputs: Tensor, number: int) -> Core | None:
+        """The core where the search can be left for later, by `look_later`; None where it cannot."""
+        if outputs.device.type == "cpu" or self.likelihood not in (Categorical, Bernoulli, Gaussian):
+            return None
+        return _named(number, lambda: self.likelihood(outputs, validate=False))  # type: ignore[call-arg]
+
+    def look_later(self, good: Tensor, rows: Callable[[], Tensor], number: int) -> None:
+        """Remember what a search found, and what to search again for a message if it was not good."""
+        before, self._waiting = self._waiting, (good, rows, number)
+        self._look_at(before)
 
     def finish(self) -> None:
         """Read what is still open."""
         before, self._waiting = self._waiting, None
         self._look_at(before)
 
-    def _look_at(self, batch: tuple[Tensor, Tensor, int] | None) -> None:
+    def _look_at(self, batch: tuple[Tensor, Callable[[], Tensor], int] | None) -> None:
         if batch is not None and not bool(batch[0]):
-            _named(batch[2], lambda: self.likelihood(batch[1]))
+            _named(batch[2], lambda: self.likelihood(batch[1]()))
 
 
 def _named(number: int, make: Callable[[], Core]) -> Core:

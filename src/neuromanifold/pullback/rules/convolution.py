@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuromanifold.pullback import kernels
 from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
 from neuromanifold.pullback.rules.normalisation import sum_over
 from neuromanifold.pullback.rules.registry import Call, NotApplicableError, rule
 
 _FEW = 100  # positions
+_THIN = 8  # a group with so few pairs of channels is not worth a product of matrices
 
 
 @dataclass
@@ -20,8 +22,8 @@ class Convolution(Form):
     """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
 
     On a CPU each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
-    arithmetic of an ordinary backward.  On a GPU, and for small images, windows are written out for a few samples at a
-    time and multiplied.
+    arithmetic of an ordinary backward.  For small images, windows are written out for a few samples at a time and
+    multiplied.  On a GPU one kernel does it all, if there is one row m for each sample.
     """
 
     x: Tensor
@@ -62,13 +64,66 @@ class Convolution(Form):
     def add_squares(self, to: Accumulators) -> None:
         """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
         size = self.shape.numel()
-        if self._by_windows:
+        if self.fits_kernel:
+            self._add_squares_by_kernel(to.view(self.shape[0], self.shape[1:].numel()))
+        elif self._by_windows:
             for start, stop in self._pieces_of_windows():
                 self._product(start, stop).add_squares(to)
         elif size <= row_limit(self.device) or self.groups > 1:
             super().add_squares(to)
         else:
             self._add_squares_by_rows(to)
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether a kernel can do it."""
+        return self.x.shape[1] == 1 and kernels.suit(self.x, self.g)
+
+    @property
+    def slid_and_fixed(self) -> tuple[Tensor, Tensor]:
+        """[n, c, *space]: what windows are taken of (the output of a transposed one), and what they are multiplied by."""
+        x, g = self.x[:, 0], self.g[:, 0]
+        return (g, x) if self.transposed else (x, g)
+
+    def _add_squares_by_kernel(self, to: Accumulators) -> None:
+        """Tiles of the weight, squared in registers.  TF32 as scaled float16, see `kernels.pack`."""
+        from neuromanifold.pullback.kernels.convolution import add_squares, pack  # needs Triton
+
+        slid, fixed = self.slid_and_fixed
+        dtype = min(slid.dtype, fixed.dtype, key=lambda dtype: dtype.itemsize)
+        scales: list[Tensor | None] = [None, None]
+        if dtype == torch.float32 and kernels.tf32_convolutions():
+            slid, scales[0] = pack(slid.contiguous(), self.padding)
+            fixed, scales[1] = pack(fixed.contiguous())
+        else:
+            slid, fixed = _pad(slid.to(dtype), self.padding), fixed.to(dtype).contiguous()
+        square_weight, fourth_weight, factor = to.kernel_factors
+        add_squares(
+            slid,
+            fixed,
+            to.squares,
+            to.fourths,
+            kernel=self.shape[2:],
+            stride=self.stride,
+            dilation=self.dilation,
+            groups=self.groups,
+            square_weight=square_weight,
+            fourth_weight=fourth_weight,
+            factor=factor,
+            precision="ieee" if slid.dtype == torch.float32 else "half",
+            x_scale=scales[0],
+            g_scale=scales[1],
+            deterministic=kernels.deterministic(),
+        )
+
+    def dense(self) -> Tensor:
+        """By a kernel, all gradients [n, *shape]: for depthwise convolutions, whose weights are small."""
+        from neuromanifold.pullback.kernels.depthwise import gradients  # needs Triton
+
+        slid, fixed = self.slid_and_fixed
+        options = {"kernel": self.shape[2:], "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        found = gradients(_pad(slid, self.padding), fixed.contiguous(), **options)  # type: ignore[arg-type]
+        return found.view(self.samples, *self.shape)
 
     def _add_squares_by_rows(self, to: Accumulators) -> None:
         dtype, rows = to.squares.dtype, max(1, row_limit(self.device) // self.shape[1:].numel())
@@ -118,8 +173,7 @@ class Convolution(Form):
         slid, fixed = slid[start:stop], fixed[start:stop]
         n, m = slid.shape[:2]
         space = fixed.shape[3:]
-        pad = [amount for size in reversed(self.padding) for amount in (size, size)]
-        slid = functional.pad(slid.flatten(0, 1), pad).contiguous()
+        slid = _pad(slid.flatten(0, 1), self.padding)
         kernel, steps = self.shape[2:], slid.stride()
         windows = slid.as_strided(
             (n * m, slid.shape[1], *kernel, *space),
@@ -154,7 +208,9 @@ def convolution(call: Call) -> dict[str, Form]:
     if "weight" in call.wanted:
         x, padding = _padded(module, x)
         options = (tuple(module.stride), padding, tuple(module.dilation), module.transposed, module.groups)
-        found["weight"] = Convolution(x, g, module.weight.shape, *options)
+        weight = Convolution(x, g, module.weight.shape, *options)
+        depthwise = module.groups > 1 and module.weight.shape[1] * module.weight.shape[0] // module.groups <= _THIN
+        found["weight"] = Dense(weight.dense()) if depthwise and weight.fits_kernel else weight
     if "bias" in call.wanted:
         found["bias"] = Dense(sum_over(g, (1, *range(3, g.ndim))))
     return found
@@ -164,6 +220,12 @@ def _with_rows(values: Tensor, space: int) -> Tensor:
     """[n, ..., c, *space] as [n, m, c, *space], for a batch without samples, too."""
     last = values.shape[-space - 1 :]
     return values.reshape(values.shape[0], values.shape[1 : -space - 1].numel(), *last)
+
+
+def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Zeros on both sides of each dimension of space; contiguous."""
+    amounts = [amount for size in reversed(padding) for amount in (size, size)]
+    return functional.pad(values, amounts).contiguous() if any(amounts) else values.contiguous()
 
 
 def _padded(module: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuromanifold.pullback import kernels
 from neuromanifold.pullback.forms import Dense, Form
 from neuromanifold.pullback.rules.registry import Call, rule
 
@@ -15,6 +16,8 @@ def layer_norm(call: Call) -> dict[str, Form]:
     """x̂ over the last dimensions; the scale has their shape."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
+    if len(module.normalized_shape) == 1 and _suits_kernel(call):
+        return _by_kernel(call, module.eps, centred=True)
     over = len(module.normalized_shape)
 
     def normalised() -> Tensor:
@@ -28,6 +31,8 @@ def rms_norm(call: Call) -> dict[str, Form]:
     """As above without the mean."""
     module = call.module
     assert isinstance(module, nn.RMSNorm)
+    if len(module.normalized_shape) == 1 and _suits_kernel(call):
+        return _by_kernel(call, torch.finfo(call.x.dtype).eps if module.eps is None else module.eps, centred=False)
     over = len(module.normalized_shape)
 
     def normalised() -> Tensor:
@@ -63,6 +68,11 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.modules.batchnorm._NormBase)
     mean, variance = module.running_mean, module.running_var
+    if mean is not None and variance is not None and kernels.suit(call.x, call.g):
+        from neuromanifold.pullback.kernels.norms import channel_norm_sums  # needs Triton
+
+        x, g = (values.contiguous().flatten(2) if values.ndim > 2 else values[..., None] for values in (call.x, call.g))
+        return _wanted(call, *channel_norm_sums(x, g, mean, (variance.float() + module.eps).rsqrt()))
 
     def normalised() -> Tensor:
         x = _input(call)
@@ -73,6 +83,27 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
         return (x - mean.to(x.dtype).view(shape)) * scale.view(shape)
 
     return _scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
+
+
+def _suits_kernel(call: Call) -> bool:
+    if not kernels.suit(call.x, call.g):
+        return False
+    from neuromanifold.pullback.kernels.norms import fits_feature_norm  # needs Triton
+
+    return fits_feature_norm(call.x, call.g)
+
+
+def _by_kernel(call: Call, eps: float, *, centred: bool) -> dict[str, Form]:
+    """x̂ over the last dimension, multiplied and summed in one reading of both tensors."""
+    from neuromanifold.pullback.kernels.norms import feature_norm_sums
+
+    x, g = (values.reshape(len(values), -1, values.shape[-1]) for values in (call.x, call.g))
+    return _wanted(call, *feature_norm_sums(x, g, eps, centred=centred))
+
+
+def _wanted(call: Call, scale: Tensor, shift: Tensor) -> dict[str, Form]:
+    sums = {"weight": scale, "bias": shift}
+    return {name: Dense(sums[name]) for name in call.wanted}
 
 
 def _scale_and_shift(call: Call, normalised: object, over: tuple[int, ...]) -> dict[str, Form]:

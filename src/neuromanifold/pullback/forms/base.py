@@ -1,0 +1,144 @@
+"""What every form can do, and the gradients themselves as the simplest one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+# How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
+# cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
+CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+
+
+@dataclass(frozen=True)
+class Accumulators:
+    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
+
+    squares: Tensor
+    fourths: Tensor | None = None
+    unit: float = 1.0
+    weight: float = 1.0  # of these fourth powers
+    scale: float = 1.0  # the gradients are so many times too large
+
+    @property
+    def factor(self) -> float:
+        """What gradients are multiplied by before they are squared."""
+        return 1 / (self.scale * self.unit)
+
+    @property
+    def kernel_factors(self) -> tuple[float, float, float]:
+        """What squares, fourth powers, and gradients before they are squared, are multiplied by."""
+        return self.unit**2, self.weight, self.factor
+
+    def narrow(self, start: int, stop: int) -> Accumulators:
+        """Those of some rows of the parameter."""
+        return self._with(lambda tensor: tensor[start:stop])
+
+    def view(self, *shape: int) -> Accumulators:
+        """The same numbers in another shape."""
+        return self if self.squares.shape == shape else self._with(lambda tensor: tensor.view(shape))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Accumulators:
+        fourths = None if self.fourths is None else change(self.fourths)
+        return replace(self, squares=change(self.squares), fourths=fourths)
+
+    def add(self, gradients: Tensor) -> None:
+        """Take gradients [n, *shape], already multiplied by `factor`; they are overwritten."""
+        if len(gradients) == 1:
+            one = gradients[0]
+            self.squares.addcmul_(one, one, value=self.unit**2)
+            if self.fourths is not None:
+                one.mul_(one)
+                self.fourths.addcmul_(one, one, value=self.weight)
+            return
+        squares = gradients.mul_(gradients)
+        self.squares.add_(squares.sum(0), alpha=self.unit**2)
+        if self.fourths is not None:
+            self.fourths.add_(squares.mul_(squares).sum(0), alpha=self.weight)
+
+
+class Form(ABC):
+    """The gradients of some samples with respect to one parameter."""
+
+    samples: int
+    shape: torch.Size
+    """Of the parameter."""
+
+    thins: ClassVar[bool] = True
+    """Whether fourth powers cost so much that they should be taken now and then only."""
+
+    @abstractmethod
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Those of a few samples, [stop - start, *shape], as a new tensor."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """About how large the gradients are."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def add_squares(self, to: Accumulators) -> None:
+        """Σ_n g_n², and fourth powers."""
+        for start, stop in self.pieces():
+            to.add(self.gradients(start, stop, to.squares.dtype).mul_(to.factor))
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """‖g_n‖², [n]."""
+        norms = [self.gradients(*piece, dtype).flatten(1).square().sum(1) for piece in self.pieces()]
+        return torch.cat(norms) if norms else torch.zeros(0, dtype=dtype, device=self.device)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Ranges of samples whose gradients together make about one tile."""
+        step = max(1, tile_size(self.device) // max(1, self.shape.numel()))
+        return ((start, min(start + step, self.samples)) for start in range(0, self.samples, step))
+
+
+def tile_size(device: torch.device) -> int:
+    """How many numbers make a tile."""
+    return CPU_TILE if device.type == "cpu" else GPU_TILE
+
+
+def row_limit(device: torch.device) -> int:
+    """How many numbers of a single sample make a tile."""
+    return max(CPU_TILE, CPU_ROWS) if device.type == "cpu" else GPU_TILE
+
+
+@dataclass
+class Dense(Form):
+    """The gradients themselves, [n, *shape]."""
+
+    values: Tensor
+    thins: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.samples, self.shape = self.values.shape[0], self.values.shape[1:]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.values.device
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """A part of them."""
+        return self.values[start:stop].to(dtype, copy=True)
+
+    def magnitude(self) -> Tensor:
+        """Their root mean square."""
+        return root_mean_square(self.values)
+
+
+def root_mean_square(values: Tensor) -> Tensor:
+    """In float32 or better; 0 for nothing."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    values = values if values.dtype == torch.float64 else values.float()
+    size: Tensor = torch.linalg.vector_norm(values) / values.numel() ** 0.5
+    return size

@@ -1,0 +1,57 @@
+"""Kernels for a GPU, in Triton; where it is missing, or for a shape that is unsuitable, torch's operations do the same.
+
+    product      linear layers, 1×1 and other convolutions as products
+    convolution  k×k convolutions without writing out windows
+    depthwise    one channel at a time
+    rows         embeddings
+    norms        scales and shifts
+    pack         float32 as scaled float16, where TF32 is allowed
+
+Nothing here is imported before a tensor on a GPU is seen: import the modules where they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    """A GPU from Ampere on, and Triton, unless NEUROMANIFOLD_KERNELS=0 leaves everything to torch.
+
+    NEUROMANIFOLD_KERNELS=interpret, with TRITON_INTERPRET=1, runs them on a CPU: slow, for tests.
+    """
+    wish = os.environ.get("NEUROMANIFOLD_KERNELS", "1")
+    if wish == "0" or importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and wish == "interpret"
+
+
+def suit(*tensors: Tensor) -> bool:
+    """Whether kernels can take these tensors: on one GPU, in single or half precision."""
+    device = tensors[0].device
+    return _capable(device) and all(tensor.dtype in _DTYPES and tensor.device == device for tensor in tensors)
+
+
+def tf32_products() -> bool:
+    """Whether matrix products of float32 may be rounded to 11 bits."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+def tf32_convolutions() -> bool:
+    """Whether convolutions of float32 may be rounded to 11 bits."""
+    return torch.backends.cudnn.allow_tf32
+
+
+def deterministic() -> bool:
+    """Whether sums must always be made in the same order."""
+    return torch.are_deterministic_algorithms_enabled()

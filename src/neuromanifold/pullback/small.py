@@ -1,0 +1,103 @@
+"""Sums of small parameters: biases and scales are many, so they are squared together, once for each pass.
+
+One after the other, each would take ten operations on a few thousand numbers, and on a GPU launching an operation takes
+longer than doing it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# A parameter with more numbers for all samples together is not small; so many layouts are kept before they are merged.
+LIMIT, _LAYOUTS = 2**20, 8
+
+
+class _Entry(NamedTuple):
+    values: Tensor  # [n, *shape]  the gradients of one parameter
+    scale: float  # they are so many times too large
+    noise: float  # c with Var(g²) <= c E[g⁴]
+
+    def goes_with(self, other: _Entry) -> bool:
+        """Whether both can be done in one operation."""
+        a, b = self.values, other.values
+        same = len(a) == len(b) and a.dtype == b.dtype and a.device == b.device
+        return same and self[1:] == other[1:]
+
+
+@dataclass
+class _Line:
+    """Sums of some parameters, one after the other."""
+
+    squares: Tensor
+    fourths: Tensor | None = None  # float64, which needs no units
+
+
+Layout = tuple[tuple[int, torch.Size], ...]
+
+
+class SmallSums:
+    """Σ g² and Σ c g⁴ of small parameters."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Entry] = {}
+        self._lines: dict[Layout, _Line] = {}
+
+    def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
+        """Take gradients of single samples with respect to parameter number i, [n, *shape]."""
+        entry = _Entry(values.float() if values.dtype.itemsize < 4 else values, scale, noise)
+        if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
+            self.flush()
+        self._waiting[i] = entry
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Square and add what has been taken."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        values = torch.cat([entry.values.flatten(1) for entry in waiting.values()], 1)  # [n, all]
+        _, scale, noise = next(iter(waiting.values()))
+        squares = values.square() if scale == 1.0 else (values / scale).square_()
+        line = _Line(squares.sum(0))
+        if noise:
+            norms = torch.linalg.vector_norm(squares, dim=0, dtype=torch.float64)
+            line.fourths = norms.square_().mul_(noise)
+        self._keep(tuple((i, entry.values.shape[1:]) for i, entry in waiting.items()), line)
+
+    def _keep(self, layout: Layout, line: _Line) -> None:
+        kept = self._lines.setdefault(layout, line)
+        if kept is not line:
+            kept.squares += line.squares
+            kept.fourths = line.fourths if kept.fourths is None else _plus(kept.fourths, line.fourths)
+        if sum(len(layout) > 1 for layout in self._lines) > _LAYOUTS:  # each batch uses other parameters
+            squares, fourths = self.squares(), self.fourths()
+            self._lines = {
+                ((i, value.shape),): _Line(value.flatten(), fourths[i].flatten() if i in fourths else None)
+                for i, value in squares.items()
+            }
+
+    def squares(self) -> dict[int, Tensor]:
+        """Σ g² of each parameter that has come."""
+        self.flush()
+        return _by_parameter({layout: line.squares for layout, line in self._lines.items()})
+
+    def fourths(self) -> dict[int, Tensor]:
+        """Σ c g⁴ of each parameter that has come with noise."""
+        self.flush()
+        return _by_parameter({layout: line.fourths for layout, line in self._lines.items() if line.fourths is not None})
+
+
+def _plus(a: Tensor, b: Tensor | None) -> Tensor:
+    return a if b is None else a.add_(b)
+
+
+def _by_parameter(lines: dict[Layout, Tensor]) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+    for layout, line in lines.items():
+        for (i, shape), part in zip(layout, line.split([shape.numel() for _, shape in layout]), strict=True):
+            found[i] = found[i] + part.view(shape) if i in found else part.view(shape)
+    return found
