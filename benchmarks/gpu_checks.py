@@ -1,6 +1,7 @@
 """Is it right on this device?  Small versions of all architectures against a float64 loop over samples and classes.
 
 `neuromanifold.reference` says what is right, for the very weights and inputs that were used (rounded ones for bf16).
+Wide ones have layers of real size, of which a kernel does many tiles; there the loop takes given labels only.
 An error is ‖a - b‖/‖b‖ of a parameter, the worst one counts; where b is zero by symmetry (the keys' biases), it is
 divided by the norm of the largest parameter.  "Plain loop" is the same error of autograd by itself in the same
 precision, a backward pass for each sample (and class) of the same batch: what rounding costs without this library,
@@ -10,6 +11,7 @@ two, error or distance, must be below the limit.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
@@ -17,7 +19,7 @@ from statistics import NormalDist
 import gpu_models
 import torch
 from common import table
-from gpu_models import PRECISIONS, cast_inputs, in_precision, logits, precision, small_task
+from gpu_models import PRECISIONS, WIDE, cast_inputs, in_precision, logits, precision, small_task, wide_task
 from models import Task
 from torch import Tensor
 
@@ -30,6 +32,8 @@ UNBIASED = ("DistilBERT", "ResNet-50")
 SEEDS, FALSE_ALARMS, TWIN = 200, 1e-4, 1.25
 
 Diagonal = dict[str, Tensor]
+Scores = Callable[[Tensor, Tensor], Tensor]
+"""From log-probabilities [T, C] and labels [T] of a sample to what is differentiated."""
 Tell = Callable[[str], None]
 Guarded = Callable[[str, Callable[[], object]], object]
 """Calls a function; gives its value, or 'fails: ...' in one line after having told so."""
@@ -38,14 +42,19 @@ Guarded = Callable[[str, Callable[[], object]], object]
 def checks(architectures: list[str], precisions: list[str], device: torch.device, guarded: Guarded, tell: Tell) -> str:
     """Both tables, as Markdown."""
     rows = []
-    for name in architectures:
+    wide = {
+        f"{name}, wide": lambda which, name=name: _wide(name, which, device) for name in architectures if name in WIDE
+    }
+    small = {f"{name}, small": lambda which, name=name: _small(name, which, device) for name in architectures}
+    for name, errors in (small | wide).items():
         for which in (which for which in PRECISIONS if which in precisions):
-            found = guarded(f"check {name} {which}", lambda name=name, which=which: _errors(name, which, device))
-            new = [[name, which, found, *[""] * 5]] if isinstance(found, str) else found
+            found = guarded(f"check {name} {which}", lambda which=which, errors=errors: errors(which))
+            found = [[found, *[""] * 5]] if isinstance(found, str) else found
+            new = [[name, which, *cells] for cells in found]
             rows += new
             for row in new:
                 tell(" · ".join(cell for cell in row if cell))
-    header = ["network, small", "precision", "estimator", "worst error", "plain loop", "from loop", "limit", ""]
+    header = ["network", "precision", "estimator", "worst error", "plain loop", "from loop", "limit", ""]
     first = table(header, rows)
     rows = []
     for name in (name for name in UNBIASED if name in architectures):
@@ -61,24 +70,34 @@ def checks(architectures: list[str], precisions: list[str], device: torch.device
 # ----------------------------------------------------------------------------------------- against the float64 loop
 
 
-def _errors(name: str, which: str, device: torch.device) -> list[list[str]]:
+def _small(name: str, which: str, device: torch.device) -> list[list[str]]:
     """A row for each estimator."""
     task = in_precision(small_task(name, device), which)
     inputs = cast_inputs(task.inputs, torch.float64)
     exact = reference.fisher_diagonal(task.model, lambda model: logits(model, inputs))
     empirical = reference.empirical_diagonal(task.model, lambda model: logits(model, inputs), task.labels)
-    rows = []
+    return [_errors(task, which, nm.Exact(), exact, _all), _errors(task, which, nm.Empirical(), empirical, _given)]
+
+
+def _wide(name: str, which: str, device: torch.device) -> list[list[str]]:
+    """A row; the loop is that of `_loop`, in float64, since a Jacobian of all classes would be large."""
+    task = in_precision(wide_task(name, device), which)
+    model = copy.deepcopy(task.model).double()
+    truth = _loop(task._replace(model=model, inputs=cast_inputs(task.inputs, torch.float64)), _given, torch.float64)
+    return [_errors(task, which, nm.Empirical(), truth, _given)]
+
+
+def _errors(task: Task, which: str, estimator: nm.Estimator, truth: Diagonal, scores: Scores) -> list[str]:
+    """A row without its name: errors of this library and of the loop in this precision, and how far apart they are."""
+    limit = LIMITS[which]
     with precision(which):
-        for estimator, truth, scores in ((nm.Exact(), exact, _all), (nm.Empirical(), empirical, _given)):
-            loop, limit = _loop(task, scores), LIMITS[which]
-            found = nm.fisher_diagonal(task.model, [task.batch], estimator).sum
-            (error, where), (own, _), (apart, _) = (
-                _worst(truth, *pair) for pair in ((found, truth), (loop, truth), (found, loop))
-            )
-            verdict = "PASS" if error <= limit else "PASS, as the loop" if apart <= limit else "FAIL"
-            figures = [f"{error:.1e} ({where})", f"{own:.1e}", f"{apart:.1e}", f"{limit:.0e}", verdict]
-            rows.append([name, which, repr(estimator), *figures])
-    return rows
+        loop = _loop(task, scores)
+        found = nm.fisher_diagonal(task.model, [task.batch], estimator).sum
+    (error, where), (own, _), (apart, _) = (
+        _worst(truth, *pair) for pair in ((found, truth), (loop, truth), (found, loop))
+    )
+    verdict = "PASS" if error <= limit else "PASS, as the loop" if apart <= limit else "FAIL"
+    return [repr(estimator), f"{error:.1e} ({where})", f"{own:.1e}", f"{apart:.1e}", f"{limit:.0e}", verdict]
 
 
 def _worst(truth: Diagonal, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -93,17 +112,17 @@ def _worst(truth: Diagonal, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) ->
     return errors[where], where
 
 
-def _loop(task: Task, scores: Callable[[Tensor, Tensor], Tensor]) -> Diagonal:
-    """Σ_n Σ (∂ score/∂θ)², one forward pass, a backward pass for each score, squares in float32."""
+def _loop(task: Task, scores: Scores, dtype: torch.dtype = torch.float32) -> Diagonal:
+    """Σ_n Σ (∂ score/∂θ)², one forward pass, a backward pass for each score, squares in float32 or better."""
     named = dict(task.model.named_parameters())
-    total = {key: torch.zeros_like(parameter, dtype=torch.float32) for key, parameter in named.items()}
+    total = {key: torch.zeros_like(parameter, dtype=dtype) for key, parameter in named.items()}
     z = logits(task.model, task.inputs)  # [B, C] or [B, T, C]
     for n in range(len(z)):
         for score in scores(z[n].view(-1, z.shape[-1]).log_softmax(-1), task.labels[n].view(-1)):
             gradients = torch.autograd.grad(score, list(named.values()), retain_graph=True, allow_unused=True)
             for key, gradient in zip(named, gradients, strict=True):
                 if gradient is not None:
-                    total[key] += gradient.float().square()
+                    total[key] += gradient.to(dtype).square()
     return total
 
 

@@ -1,8 +1,8 @@
-"""The tasks of the GPU benchmark: architectures of `transformers` at full size, and the same ones small.
+"""The tasks of the GPU benchmark: architectures of `transformers` at full size, the same ones small, and wide ones.
 
 Weights and inputs are random and made on the device: nothing is downloaded.  All models are in eval mode.  The small
 ones have every kind of layer of the full ones, norms with random statistics, and tokens that repeat: a float64 loop
-over samples and classes can say what is right.
+over samples and classes can say what is right.  Wide ones are as wide as the full ones, but have a layer of each kind.
 """
 
 from __future__ import annotations
@@ -80,6 +80,16 @@ def _gpt2(size: Size, small: bool) -> nn.Module:
     return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=size.classes, use_cache=False, **sizes))
 
 
+def _wide_distilbert(size: Size, small: bool) -> nn.Module:
+    del small
+    return hf.DistilBertForSequenceClassification(hf.DistilBertConfig(num_labels=size.classes, n_layers=1))
+
+
+def _wide_resnet(size: Size, small: bool) -> nn.Module:
+    del small
+    return hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=size.classes, depths=[1, 1, 1, 1]))
+
+
 def _ids(size: Size, model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(5, model.config.vocab_size, (size.samples, size.length))}  # no special ones
 
@@ -101,6 +111,10 @@ ARCHITECTURES = {
     "Wav2Vec2": Architecture("transformer", _wav2vec2, _sound, Size(3, 4, 3200)),
     "GPT-2": Architecture("transformer", _gpt2, _ids, Size(3, 16, 5), words=True),
 }
+WIDE = {
+    "DistilBERT": Architecture("transformer", _wide_distilbert, _ids, Size(4, 3, 40)),
+    "ResNet-50": Architecture("convolutional", _wide_resnet, _image, Size(3, 3, 64)),
+}
 TASKS = {
     "DistilBERT-2": ("DistilBERT", Size(64, 2, 128)),
     "DistilBERT-14": ("DistilBERT", Size(64, 14, 128)),
@@ -115,21 +129,29 @@ TASKS = {
 # -------------------------------------------------------------------------------------------------------------- tasks
 
 
-def full_task(name: str, device: torch.device) -> Task:
-    """A task at full size."""
+def full_task(name: str, device: torch.device, times: int = 1) -> Task:
+    """A task at full size, perhaps with so many times the samples."""
     architecture, size = TASKS[name]
-    return _task(ARCHITECTURES[architecture], size, device, small=False)
+    return _task(ARCHITECTURES[architecture], size, times, device, small=False)
 
 
-def small_task(architecture: str, device: torch.device) -> Task:
-    """Three samples for a small version of an architecture."""
-    return _task(ARCHITECTURES[architecture], ARCHITECTURES[architecture].small, device, small=True)
+def small_task(architecture: str, device: torch.device, times: int = 1) -> Task:
+    """A few samples for a small version of an architecture."""
+    return _task(ARCHITECTURES[architecture], ARCHITECTURES[architecture].small, times, device, small=True)
 
 
-def _task(architecture: Architecture, size: Size, device: torch.device, small: bool) -> Task:
+def wide_task(architecture: str, device: torch.device) -> Task:
+    """A few samples for layers as wide as those of an architecture."""
+    return _task(WIDE[architecture], WIDE[architecture].small, 1, device, small=True)
+
+
+def _task(architecture: Architecture, size: Size, times: int, device: torch.device, small: bool) -> Task:
+    size = size._replace(samples=times * size.samples)
     torch.manual_seed(0)
     with torch.device(device):
-        model = architecture.model(size, small).eval()
+        model = (
+            architecture.model(size, small).eval().to(device)
+        )  # torch.Tensor(n) in Wav2Vec2 does not heed the `with`
         if small:
             _randomise(model)
         inputs = architecture.inputs(size, model)

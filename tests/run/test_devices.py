@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import neuromanifold as nm
+from neuromanifold.run.batches import Outputs
+from neuromanifold.run.cotangents import cotangents
 from neuromanifold.run.validation import LateValidation
 from tests.run.networks import PROBLEMS
 from tests.run.test_estimators import estimate
@@ -57,3 +59,15 @@ def test_late_validation_reads_a_batch_when_the_next_is_queued(monkeypatch: pyte
     validation.core(bad, 3)
     with pytest.raises(ValueError, match=r"Batch 3 of `data`"):
         validation.finish()
+
+
+def test_labels_that_are_no_class_are_found_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU, walked on a CPU."""
+    validation = LateValidation(nm.Categorical)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("meta"))
+    outputs = [Outputs(torch.zeros(2, 3), torch.tensor([0, label]), None) for label in (1, 3, 2)]
+    generator = torch.Generator()
+    list(cotangents(outputs[0], nm.Empirical(), generator, validation, 0))
+    list(cotangents(outputs[1], nm.Empirical(), generator, validation, 1))
+    with pytest.raises(ValueError, match=r"Batch 1 of `data`: `labels` must be between 0 and 2"):
+        list(cotangents(outputs[2], nm.Empirical(), generator, validation, 2))

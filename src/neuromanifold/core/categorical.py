@@ -24,8 +24,9 @@ class Categorical(Core):
     would cancel, in the row of the most likely class, the methods below sum the other rows instead, so that results are
     accurate relatively also for a saturated network with p = 1 - 1e-30.
 
-    A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN and +inf, which on a GPU
-    waits for the device.  Nothing else is computed before it is asked for, so do not overwrite the logits until then.
+    A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN, +inf and labels that are no
+    class, which on a GPU waits for the device.  Nothing else is computed before it is asked for, so do not overwrite
+    the logits until then.
     """
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
@@ -33,6 +34,7 @@ class Categorical(Core):
         if validate and logits.numel() and not logits.is_meta and not bool(torch.isfinite(logits.amax(-1)).all()):
             raise ValueError(_what_is_wrong(logits))
         super().__init__(logits)
+        self._validates = validate
         self.dtype = checks.promoted(logits.dtype)
         self.given = logits  # in the precision that they came in
         if is_differentiated(logits):  # on record now, whatever mode they are asked for in
@@ -220,7 +222,7 @@ class Categorical(Core):
             expected = f"of shape {list(self.batch_shape)}, or with extra leading dimensions"
             raise ValueError(checks.message("y", expected, f"shape {list(y.shape)}"))
         y = y.to(device=self.device, dtype=torch.int64)
-        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.dim:
+        if self._validates and y.numel() and not 0 <= int(y.min()) <= int(y.max()) < self.dim:
             got = f"labels from {int(y.min())} to {int(y.max())}"
             advice = "Drop ignored positions (such as -100) first."
             raise ValueError(checks.message("y", f"between 0 and {self.dim - 1}", got, advice))

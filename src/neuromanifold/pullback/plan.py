@@ -41,6 +41,7 @@ class Plan:
         self.samples = 0
         self.by_autograd: set[int] = set()
         self.direct: dict[int, list[Meeting]] = {}  # parameters used outside of modules with a rule
+        self.reached: list[int] = []  # by autograd, all that it still connects to the outputs
         self._numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._orders: dict[int, Order] = {}  # of parameters
         self._excluded: set[tuple[tuple[int, int], int]] = set()  # calls, and dimensions known not to hold the samples
@@ -62,7 +63,8 @@ class Plan:
         """Look at a new graph; False if rules took a parameter that they cannot do: then forward has to be repeated."""
         self.samples = logits.shape[0]
         if logits.grad_fn is None:  # a parameter itself
-            self.by_autograd |= {self._numbers[id(logits)]} if id(logits) in self._numbers else set()
+            self.reached = [self._numbers[id(logits)]] if id(logits) in self._numbers else []
+            self.by_autograd |= set(self.reached)
             return True
         used_by = consumers(logits.grad_fn)
         self._graph = None if sends_rows_by_data(used_by, self.samples) else hash(tuple(n.name() for n in used_by))
@@ -70,6 +72,7 @@ class Plan:
             record.node = record.node if record.node in used_by else None  # its output is not used
         self.taps.records = [record for record in self.records if record.node is not None]
         direct = self._direct_uses(used_by)
+        self.reached = sorted(direct)
         covered = {i for record in self.records for i in record.parameters.values()}
         refused = {
             i for record in self.records if not self._usable(record, used_by) for i in record.parameters.values()
@@ -111,9 +114,8 @@ class Plan:
         if record.meetings:  # one input for all samples
             x = x.expand(g.shape[0], *x.shape)
         else:
-            layout = self.layout(record)
-            assert layout is not None
-            dim, rows = layout
+            assert record.layout is not None
+            dim, rows = record.layout
             if dim:
                 x, g = x.movedim(dim, 0), g.movedim(dim, 0)
             if rows > 1:
@@ -137,7 +139,8 @@ class Plan:
         """Whether a call's input is still there, and its rows are samples or meet the samples later."""
         if record.changed:
             return False
-        if self.layout(record) is not None:
+        record.layout = self.layout(record)
+        if record.layout is not None:
             return True
         found = meetings(record.node, record.shape, self.samples, used_by) if record.site.rule.extra_dims else None
         if not found or any(m.is_product or "samples" not in m.orders(self.samples) for m in found):
@@ -187,8 +190,7 @@ class Plan:
         """One use, in one layout."""
         many = self.samples > 1
         if isinstance(what, Record):
-            layout = self.layout(what)
-            shape = None if layout is None else (layout[0], layout[1] > 1)
+            shape = None if what.layout is None else (what.layout[0], what.layout[1] > 1)
             return self._graph, what.key, shape, len(what.shape), many
         assert meeting is not None
         return self._graph, what, self.direct[what].index(meeting), tuple(meeting.orders(self.samples)), many
@@ -257,9 +259,8 @@ class _Looks:
         """A call of a module."""
         if record.meetings:
             return
-        layout = self.plan.layout(record)
-        assert layout is not None
-        dim, rows = layout
+        assert record.layout is not None
+        dim, rows = record.layout
         self._try_rule(record, g)
         use, numbers = self.plan.kind_of(record), tuple(record.parameters.values())
         g = g.movedim(dim, 0)

@@ -158,7 +158,7 @@ class SamplePullback:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Send a cotangent through the graph: to the taps, to the plan's edges, to parameters that no rule does."""
         edges = self.plan.gradient_edges()
-        asked = [i for i in range(len(self.parameters)) if i not in self.plan.direct]
+        asked = [i for i in self.plan.reached if i not in self.plan.direct]
         targets: list[Any] = [self.taps.root, *edges, *(self.parameters[i] for i in asked)]
         self.taps.listener = listener
         try:

@@ -98,6 +98,6 @@ def _plus(a: Tensor, b: Tensor | None) -> Tensor:
 def _by_parameter(lines: dict[Layout, Tensor]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for layout, line in lines.items():
-        for (i, shape), part in zip(layout, line.split([shape.numel() for _, shape in layout]), strict=True):
+        for (i, shape), part in zip(layout, torch.split(line, [shape.numel() for _, shape in layout]), strict=True):
             found[i] = found[i] + part.view(shape) if i in found else part.view(shape)
     return found

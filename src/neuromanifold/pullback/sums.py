@@ -38,6 +38,12 @@ class GradientSums(Protocol):
     waits: bool
     """Whether what several passes have in common may be added up first."""
 
+    replays: bool
+    """Whether all work on a batch stays on the device, so that it can be recorded once and repeated."""
+
+    weight: int
+    """What is done with this batch, as far as it differs from batch to batch."""
+
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take the gradients of one pass, of a batch as a whole; None stands for zero."""
 
@@ -50,6 +56,9 @@ class GradientSums(Protocol):
     def end_batch(self) -> None:
         """All passes of a batch have been added."""
 
+    def settle(self) -> None:
+        """Between batches: read back what is needed, and decide what is done with the next one."""
+
 
 class DiagonalSums:
     """Σ g² for each entry, and Σ c g⁴ for its error bar, in float32 or better whatever the model's precision.
@@ -58,7 +67,7 @@ class DiagonalSums:
     each parameter's first gradient; `noise` takes the unit out again.
     """
 
-    waits = True
+    waits = replays = True
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
         count = len(parameters)
@@ -67,11 +76,10 @@ class DiagonalSums:
         self._squares: list[Tensor | None] = [None] * count  # made when the first is needed, as .grad is
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
-        self._passes = 0
         self._small = SmallSums()
         self._sizes: dict[int, Tensor] = {}  # about how large gradients are now, to be looked at later
-        self._looks = [0] * count  # how often each has been added to by samples
-        self._seen = [0] * count  # how many samples
+        self._batches = self._samples = self._seen = 0  # how many batches, samples of the last one, and of all
+        self.weight = 1
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -80,20 +88,18 @@ class DiagonalSums:
         if not used:
             return
         squares = [self._square(i) for i in used]
-        values = [
-            g.to(square.dtype) for i, square in zip(used, squares, strict=True) if (g := gradients[i]) is not None
-        ]
+        values = _as_precise([g for i in used if (g := gradients[i]) is not None], squares)
         if made_by.scale != 1.0:
             values = list(torch._foreach_mul(values, 1 / made_by.scale))
         if not self._keeps or not made_by.noise:
             torch._foreach_addcmul_(squares, values, values)
             return
-        self._passes += 1
-        rare = self._passes & (self._passes - 1) == 0  # pass number 1, 2, 4, 8, ...: reading values back takes time
-        if rare or not all(self._units[i] for i in used):
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(values)]).tolist()
-            for i, value, norm in zip(used, values, norms, strict=True):
-                self._raise_unit(i, _power_of_two_near(norm / math.sqrt(value.numel())))
+        if not all(self._units[i] for i in used):
+            sizes = torch.stack([size.double() for size in _sizes(values)]).tolist()
+            for i, size in zip(used, sizes, strict=True):
+                self._raise_unit(i, _power_of_two_near(size))
+        elif self._is_rare:
+            self._sizes.update(zip(used, _sizes(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
@@ -106,30 +112,41 @@ class DiagonalSums:
             self._small.add(i, form.values, made_by.scale, made_by.sample_noise if self._keeps else 0.0)
             return
         squares = self._square(i)
-        weight = self._weight(i, form) if self._keeps and made_by.sample_noise else 0
+        self._samples = form.samples
+        weight = (self.weight if form.thins else 1) if self._keeps and made_by.sample_noise else 0
         if not weight:
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
         if not self._units[i]:
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
-        elif self._looks[i] & (self._looks[i] - 1) == 0:
+        elif self._is_rare:
             self._sizes[i] = form.magnitude() / made_by.scale
         unit, noise = self._units[i] or 1.0, weight * made_by.sample_noise
         fourths = self._fourth_powers(i)
         form.add_squares(Accumulators(squares, fourths, unit, noise, made_by.scale))
 
-    def _weight(self, i: int, form: Form) -> int:
-        """How often these fourth powers count: an error bar need not be as exact as what it belongs to.
+    @property
+    def _is_rare(self) -> bool:
+        """Whether to look if gradients have grown: in batch number 1, 2, 4, 8, ..., since reading back takes time."""
+        return self._batches & (self._batches + 1) == 0
 
-        All of the first samples once; then, where they cost much, one of every four passes four times, the others
-        not at all.  Which one is as good as random, so that nothing in the order of the data goes with it.
+    def settle(self) -> None:
+        """Raise units, and decide how often the next batch's fourth powers count, where they cost much.
+
+        An error bar need not be as exact as what it belongs to.  Of the first samples all count once; then one of every
+        four batches counts four times, the others not at all.  Which one is as good as random, so that nothing in the
+        order of the data goes with it.
         """
-        self._looks[i] += 1
-        self._seen[i] += form.samples
-        if not form.thins or self._seen[i] <= _ALL_OF:
-            return 1
-        group, place = divmod(self._looks[i], _ONE_IN)
-        return _ONE_IN if place == (2654435761 * (group + 1) >> 16) % _ONE_IN else 0
+        for device in {size.device for size in self._sizes.values()}:
+            there = {i: size.double() for i, size in self._sizes.items() if size.device == device}
+            for i, size in zip(there, torch.stack(list(there.values())).tolist(), strict=True):
+                self._raise_unit(i, _power_of_two_near(size))
+        self._sizes = {}
+        self._batches += 1
+        self._seen += self._samples
+        group, place = divmod(self._batches, _ONE_IN)
+        chosen = place == (2654435761 * (group + 1) >> 16) % _ONE_IN
+        self.weight = 1 if self._seen < _ALL_OF else _ONE_IN if chosen else 0
 
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow."""
@@ -155,13 +172,8 @@ class DiagonalSums:
         self._small.flush()
 
     def end_batch(self) -> None:
-        """Look whether gradients have grown: all at once, since reading values back takes time."""
+        """Square what is small."""
         self._small.flush()
-        for device in {size.device for size in self._sizes.values()}:
-            there = {i: size.double() for i, size in self._sizes.items() if size.device == device}
-            for i, size in zip(there, torch.stack(list(there.values())).tolist(), strict=True):
-                self._raise_unit(i, _power_of_two_near(size))
-        self._sizes = {}
 
     @property
     def squares(self) -> list[Tensor]:
@@ -187,60 +199,19 @@ class DiagonalSums:
         return found
 
 
-class TraceSums:
-    """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
+def _sizes(values: list[Tensor]) -> list[Tensor]:
+    """The root mean square of each."""
+    norms = torch._foreach_norm(values)
+    return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
 
-    waits = False
 
-    def __init__(self) -> None:
-        self.batches: list[list[float]] = []  # passes of whole batches
-        self.samples = 0.0  # Σ_n ‖g_n‖² over all passes
-        self.samples_variance = 0.0  # Σ c ‖g_n‖⁴
-        self._passes: list[float] = []
-        self._whole: list[Tensor] = []
-        self._single: list[Tensor] = []
-        self._norms: list[Tensor] = []  # [n] of each pass of a batch
-        self._made_by: list[Pass] = []
-
-    @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Add ‖g/scale‖²."""
-        used = [g.float() if g.dtype.itemsize < 4 else g for g in gradients if g is not None and g.numel()]
-        norms = torch._foreach_norm(used) if used else []
-        self._whole.extend(norm.double().square() / made_by.scale**2 for norm in norms)
-
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Add ‖g_n/scale‖² to what sample n has of other parameters."""
-        del i
-        norms = form.squared_norms(torch.float64) / made_by.scale**2
-        if not self._single:
-            self._made_by.append(made_by)
-        self._single.append(norms.to(self._single[0].device) if self._single else norms)
-
-    def end_pass(self) -> None:
-        """Close the sums of this pass."""
-        if self._whole:
-            self._passes.append(float(torch.stack(self._whole).sum()))
-        if self._single:
-            self._norms.append(torch.stack(self._single).sum(0))
-        self._whole, self._single = [], []
-
-    def end_batch(self) -> None:
-        """Close the list of this batch's passes."""
-        if self._passes:
-            self.batches.append(self._passes)
-        if self._norms:
-            self._add_samples_of_batch(torch.stack(self._norms))
-        self._passes, self._norms, self._made_by = [], [], []
-
-    def _add_samples_of_batch(self, norms: Tensor) -> None:
-        """‖g_n‖² of each pass, [k, n].  The spread of independent passes is their noise; else Σ c ‖g_n‖⁴ bounds it."""
-        self.samples += float(norms.sum())
-        if len(norms) > 1 and all(one.independent for one in self._made_by):
-            self.samples_variance += len(norms) * float(norms.var(0).sum())
-        else:
-            factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
-            self.samples_variance += float((factors[:, None] * norms.square()).sum())
+def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
+    """In the precision of the sums; all in one go where they have another one."""
+    if all(g.dtype == square.dtype for g, square in zip(gradients, squares, strict=True)):
+        return gradients
+    values = [torch.empty_like(square) for square in squares]
+    torch._foreach_copy_(values, gradients)
+    return values
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ The tap shares the output's memory without being a view of it, so a model may go
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class Record:
     shape: torch.Size  # of the output
     version: int | None  # of x, which must not be changed in place afterwards
     key: tuple[int, int]  # of the site, and how many of its calls came before in the same forward pass
+    layout: tuple[int, int] | None = None  # which dimension holds the samples, and how many rows each of them has there
     node: Any = None  # of the tap in autograd's graph
     meetings: list[Any] = field(default_factory=list)  # where its gradients are picked up instead, if shared
 
@@ -172,9 +174,14 @@ def _site(module: nn.Module, numbers: dict[int, int]) -> Site | None:
     found = find_rule(module) if chosen else None
     if found is None:
         return None
-    _, first, *_ = *inspect.signature(type(module).forward).parameters, ""
     detached, originals = {name: own[name].detach() for name in chosen}, {name: own[name] for name in chosen}
-    return Site(module, found, chosen, detached, originals, first)
+    return Site(module, found, chosen, detached, originals, _first_argument(type(module).forward))
+
+
+@functools.cache
+def _first_argument(forward: Callable[..., object]) -> str:
+    _, first, *_ = *inspect.signature(forward).parameters, ""
+    return first
 
 
 def _usable(x: object) -> bool:

@@ -37,7 +37,11 @@ def cotangents(
     if labels is not None:
         every = valid is None or logits.ndim == 2
         labels = labels.reshape(len(rows), *labels.shape[len(shape) - 1 :]) if every else labels[valid]
-    core = validation.core(rows, number)
+    fits = None
+    if core is not None and labels is not None and labels.shape == rows.shape[:-1]:  # class labels, on a GPU
+        fits = ((labels >= 0) & (labels < shape[-1])).all()
+        labels = labels.clamp(0, shape[-1] - 1)
+    core = validation.core(rows, number, fits)
     try:
         noise = estimator.pass_noise(core, alone=False)
         sample_noise = estimator.pass_noise(core, alone=len(shape) == 2)

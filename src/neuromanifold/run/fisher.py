@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
@@ -12,13 +13,15 @@ from neuromanifold._version import __version__
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
-from neuromanifold.pullback.sums import DiagonalSums, TraceSums
+from neuromanifold.pullback.sums import DiagonalSums
+from neuromanifold.pullback.trace_sums import TraceSums
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.trace import check_reduction, trace_from_passes
 from neuromanifold.run.batches import model_device
 from neuromanifold.run.granularity import Granularity, choose_granularity
-from neuromanifold.run.loop import Counts, Settings, run
+from neuromanifold.run.loop import Counts, run
 from neuromanifold.run.parameters import Selection, select_parameters
+from neuromanifold.run.step import Settings
 
 Likelihood = Callable[[Tensor], Core]
 
@@ -38,6 +41,7 @@ def fisher_diagonal(
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
+    replay: bool = False,
 ) -> DiagonalFisher:
     """The diagonal of the network's Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
@@ -58,11 +62,14 @@ def fisher_diagonal(
         batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples; of
             tensors with fewer than three dimensions it is the first.
         ignore_index: positions with this label do not count, nor samples without any other.
+        replay: on a GPU, record the work on a batch and replay it for others of the same shapes (CUDA graphs), where
+            the model allows that: for small models, whose operations are done faster than they are launched.
 
     """
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
     chosen = select_parameters(model, parameters)
     settings = _settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
+    settings = dataclasses.replace(settings, replay=bool(replay))
     view = check_reduction(reduction)
     sums = DiagonalSums(list(chosen.values()), fourth_powers=estimator.noise_factor > 0)
     counts = run(model, data, chosen, settings, sums, _stop_at(rtol, sums, estimator))

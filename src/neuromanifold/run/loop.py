@@ -12,35 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from neuromanifold.core import Core
 from neuromanifold.core.checks import message
-from neuromanifold.estimators import Estimator
 from neuromanifold.pullback.sums import GradientSums
-from neuromanifold.run.batches import Batch, Outputs, model_device, read_batch, read_outputs
-from neuromanifold.run.cotangents import cotangents
-from neuromanifold.run.granularity import Granularity
+from neuromanifold.run.batches import model_device, read_batch
 from neuromanifold.run.progress import tracked
-from neuromanifold.run.squares import make_squares
+from neuromanifold.run.replay import Replay
+from neuromanifold.run.step import Settings, Step
 from neuromanifold.run.unchanged import unchanged
-from neuromanifold.run.validation import LateValidation
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything about a run but the model and the data."""
-
-    estimator: Estimator
-    likelihood: Callable[[Tensor], Core]
-    granularity: Granularity = "auto"
-    seed: int = 0
-    class_dim: int = -1
-    batch_dim: int = 0
-    ignore_index: int = -100
-    progress: bool = False
 
 
 @dataclass
@@ -67,24 +48,16 @@ def run(
     """Go through the data once; `enough` may end it early by giving a reason."""
     check_data(data)
     _check_model(model)
-    device, counts, estimator = model_device(model), Counts(), settings.estimator
-    squares = make_squares(model, parameters, sums, estimator, settings.granularity, settings.batch_dim)
-    generator, validation = torch.Generator(device).manual_seed(settings.seed), LateValidation(settings.likelihood)
+    device, counts = model_device(model), Counts()
+    step = Step(model, parameters, settings, sums, device)
+    work = Replay(step, sums) if settings.replay else step
     samples: int | Tensor = 0
     positions: int | Tensor = 0
-
-    def evaluate(batch: Batch) -> Outputs:
-        output = model(*batch.args, **batch.kwargs)
-        outputs = read_outputs(output, batch, settings.class_dim, settings.ignore_index, settings.batch_dim)
-        _check(outputs, estimator, counts.batches)
-        return outputs
-
-    with unchanged(model), squares.attached():
+    with unchanged(model), step.squares.attached():
         for item in tracked(data, settings.progress, "Fisher information"):
             batch = read_batch(item, counts.batches).to(device)
-            outputs = squares.forward(lambda batch=batch: evaluate(batch))  # type: ignore[misc]
-            squares.add_all(outputs, cotangents(outputs, estimator, generator, validation, counts.batches))
-            squares.end_batch()
+            outputs = work(batch, counts.batches)
+            sums.settle()
             samples = samples + outputs.samples
             positions = positions + outputs.positions
             counts.batches += 1
@@ -92,28 +65,13 @@ def run(
             counts.stopped = enough(counts) if enough else ""
             if counts.stopped:
                 break
-    validation.finish()
+    step.validation.finish()
     counts.samples, counts.positions = int(samples), int(positions)
-    counts.passes, counts.ways = squares.passes, squares.ways()
+    counts.passes, counts.ways = step.squares.passes, step.squares.ways()
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
         raise ValueError(message("data", "an iterable with at least one sample", f"{counts.batches} batches", advice))
     return counts
-
-
-def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
-    """Errors that only a batch can show."""
-    if not outputs.logits.requires_grad:
-        advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
-        raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
-    if estimator.needs_labels and outputs.labels is None:
-        advice = "Yield (inputs, labels) or a dict with 'labels', or choose an estimator without labels."
-        where = f"Batch {number} of `data`: "
-        raise ValueError(where + message("labels", f"given for {estimator}", "none", advice))
-    if estimator.needs_labels and outputs.labels is not None and outputs.labels_fit is False:
-        shapes = f"{list(outputs.logits.shape[:-1])} (class labels) or {list(outputs.logits.shape)} (targets)"
-        got = f"shape {list(outputs.labels.shape)}"
-        raise ValueError(f"Batch {number} of `data`: " + message("labels", f"of shape {shapes}", got))
 
 
 def _check_model(model: nn.Module) -> None:

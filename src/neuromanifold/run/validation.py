@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,14 +22,17 @@ class LateValidation:
 
     def __init__(self, likelihood: Callable[[Tensor], Core]) -> None:
         self.likelihood = likelihood
-        self._waiting: tuple[Tensor, Callable[[], Tensor], int] | None = None
+        self._waiting: tuple[Tensor, Callable[[], Tensor] | None, int] | None = None
+        self._postponed: dict[str, Tensor] | None = None
 
-    def core(self, rows: Tensor, number: int) -> Core:
-        """The core of these outputs, of batch `number`."""
+    def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
+        """The core of these outputs, of batch `number`; on a GPU, whether its labels are classes is looked at later, too."""
         core = self.unchecked(rows, number)
         if core is None:
             return _named(number, lambda: self.likelihood(rows))
-        self.look_later(torch.isfinite(rows.sum(dtype=torch.float32)), lambda: rows, number)
+        extreme = rows.amax(-1) if self.likelihood is Categorical and len(rows) else rows.sum(dtype=torch.float32)
+        good = torch.isfinite(extreme).all()
+        self.look_later(good if labels_fit is None else good & labels_fit, lambda: rows, number)
         return core
 
     def unchecked(self, outputs: Tensor, number: int) -> Core | None:
@@ -37,8 +41,20 @@ class LateValidation:
             return None
         return _named(number, lambda: self.likelihood(outputs, validate=False))  # type: ignore[call-arg]
 
-    def look_later(self, good: Tensor, rows: Callable[[], Tensor], number: int) -> None:
+    @contextmanager
+    def postponed(self) -> Iterator[dict[str, Tensor]]:
+        """While work is recorded, nothing is looked at; what was found is given out, under "good"."""
+        self._postponed = {}
+        try:
+            yield self._postponed
+        finally:
+            self._postponed = None
+
+    def look_later(self, good: Tensor, rows: Callable[[], Tensor] | None, number: int) -> None:
         """Remember what a search found, and what to search again for a message if it was not good."""
+        if self._postponed is not None:
+            self._postponed["good"] = good
+            return
         before, self._waiting = self._waiting, (good, rows, number)
         self._look_at(before)
 
@@ -47,9 +63,16 @@ class LateValidation:
         before, self._waiting = self._waiting, None
         self._look_at(before)
 
-    def _look_at(self, batch: tuple[Tensor, Callable[[], Tensor], int] | None) -> None:
-        if batch is not None and not bool(batch[0]):
-            _named(batch[2], lambda: self.likelihood(batch[1]()))
+    def _look_at(self, batch: tuple[Tensor, Callable[[], Tensor] | None, int] | None) -> None:
+        if batch is None or bool(batch[0]):
+            return
+        _, rows, number = batch
+        if rows is None:
+            advice = "Look for overflow in half precision or a bad input."
+            raise ValueError(f"Batch {number} of `data`: " + message("logits", "finite", "NaN or infinity", advice))
+        core = _named(number, lambda: self.likelihood(rows()))  # the outputs are good, hence
+        got = "others; drop ignored positions (such as -100) first"
+        raise ValueError(f"Batch {number} of `data`: " + message("labels", f"between 0 and {core.dim - 1}", got))
 
 
 def _named(number: int, make: Callable[[], Core]) -> Core:

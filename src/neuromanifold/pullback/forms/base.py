@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from torch import Tensor
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
 
 
-@dataclass(frozen=True)
-class Accumulators:
+class Accumulators(NamedTuple):
     """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
 
     squares: Tensor
@@ -45,7 +44,7 @@ class Accumulators:
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Accumulators:
         fourths = None if self.fourths is None else change(self.fourths)
-        return replace(self, squares=change(self.squares), fourths=fourths)
+        return self._replace(squares=change(self.squares), fourths=fourths)
 
     def add(self, gradients: Tensor) -> None:
         """Take gradients [n, *shape], already multiplied by `factor`; they are overwritten."""

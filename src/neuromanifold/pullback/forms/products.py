@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -96,9 +96,15 @@ class Product(Form):
             dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
             left, right = left.to(dtype), right.to(dtype)
         packs = left.dtype == torch.float32 and kernels.tf32_products()
-        sides = (pack(left), pack(right)) if packs else (left, right)
-        options = {"factors": to.kernel_factors, "skip": skip, "deterministic": kernels.deterministic()}
-        add_squares_of_products(*sides, to.squares, to.fourths, **options)  # type: ignore[arg-type]
+        add_squares_of_products(
+            pack(left) if packs else left,
+            pack(right) if packs else right,
+            to.squares,
+            to.fourths,
+            factors=to.kernel_factors,
+            skip=skip,
+            deterministic=kernels.deterministic(),
+        )
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else by tiles."""
@@ -163,7 +169,7 @@ class SquaredProduct(Form):
     def add_squares(self, to: Accumulators) -> None:
         """One product."""
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
-        add_product_of_squares(self.squares, self.fourths, right, replace(to.view(*self.shape), weight=1.0))
+        add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape)._replace(weight=1.0))
 
 
 def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:

@@ -44,12 +44,12 @@ def suit(*tensors: Tensor) -> bool:
 
 def tf32_products() -> bool:
     """Whether matrix products of float32 may be rounded to 11 bits."""
-    return torch.backends.cuda.matmul.allow_tf32
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def tf32_convolutions() -> bool:
     """Whether convolutions of float32 may be rounded to 11 bits."""
-    return torch.backends.cudnn.allow_tf32
+    return bool(torch.backends.cudnn.allow_tf32)
 
 
 def deterministic() -> bool:

@@ -1,5 +1,6 @@
 """Gradients of scales and shifts, sample by sample, in one reading of input and gradient: Σ_t g_t∘x̂_t and Σ_t g_t."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import torch
@@ -13,7 +14,7 @@ _LARGEST = 8192  # features of a row that is normalised at once
 
 
 @triton.jit
-def _features(  # type: ignore[no-untyped-def]
+def _features(
     x, g, sums, T, D, x_n, x_t, g_n, g_t, each, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
@@ -37,18 +38,18 @@ def _features(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _channels(  # type: ignore[no-untyped-def]
+def _channels(
     x, g, mean, rstd, sums, ROWS_ALL, C, L, POSITIONS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of samples, [rows, l]; x̂ = (x - mean)·rstd with fixed numbers for each channel."""
-    row, l = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, POSITIONS)
+    """Some channels of samples, [rows, p]; x̂ = (x - mean)·rstd with fixed numbers for each channel."""
+    row, p = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, POSITIONS)
     here = row < ROWS_ALL
     m = tl.load(mean + row % C, mask=here, other=0.0)[:, None]
     scale, shift = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     start = row.to(tl.int64) * L
     for first in range(0, L, POSITIONS):
-        at = start[:, None] + (first + l)[None, :]
-        mask = here[:, None] & (first + l < L)[None, :]
+        at = start[:, None] + (first + p)[None, :]
+        mask = here[:, None] & (first + p < L)[None, :]
         a = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         scale += tl.sum((a - m) * b, axis=1)
@@ -80,7 +81,7 @@ def fits_feature_norm(x: Tensor, g: Tensor) -> bool:
 
 
 def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """x̂ = (x - mean)·rstd by channel: (Σ_l g∘x̂, Σ_l g) as [n, c] each, for contiguous x, g [n, c, l]."""
+    """x̂ = (x - mean)·rstd by channel: (Σ_l g∘x̂, Σ_l g) as [n, c] each, for contiguous x, g [n, c, p]."""
     n, c, length = g.shape
     sums = torch.empty((2, n, c), dtype=torch.float32, device=g.device)
     if not g.numel():

@@ -6,6 +6,7 @@ at most 2⁻³⁹ of it.  Tensor cores take float16 in either layout, but TF32 o
 which they are not.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ class Packed(NamedTuple):
 
 
 @triton.jit
-def _pack(values, packed, scales, T, C, v_n, v_t, GROUPS, GROUP: tl.constexpr, POSITIONS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack(values, packed, scales, T, C, v_n, v_t, GROUPS, GROUP: tl.constexpr, POSITIONS: tl.constexpr):
     """One sample, one group of columns: its largest magnitude, then all of it scaled."""
     n, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c, t = group * GROUP + tl.arange(0, GROUP), tl.arange(0, POSITIONS)

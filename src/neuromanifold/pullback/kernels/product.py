@@ -7,6 +7,7 @@
 Arithmetic is that of the ordinary weight gradient; squares are one multiplication for every T of it.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import functools
@@ -39,7 +40,7 @@ SINGLE = Config(64, 64, 32, 4, 3, 4)  # float32
 
 
 @triton.jit
-def _tile(pointer, offset, first, t, columns, T, SIZE, t_stride, EVEN_T: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(pointer, offset, first, t, columns, T, SIZE, t_stride, EVEN_T: tl.constexpr, EVEN: tl.constexpr):
     """[positions, columns] of one sample; zero outside."""
     at = pointer + offset + (first + t)[:, None] * t_stride + columns[None, :]
     if EVEN_T and EVEN:
@@ -52,29 +53,32 @@ def _tile(pointer, offset, first, t, columns, T, SIZE, t_stride, EVEN_T: tl.cons
 
 
 @triton.jit
-def _scaled(acc, n, o, left_scales, right_scales, skip, O, I, row, column, factor, GROUP: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr, FOURTHS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _scaled(
+    acc, n, o, left_scales, right_scales, skip, OUT, IN, row, column, factor,
+    GROUP: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr, FOURTHS: tl.constexpr,
+):  # fmt: skip
     """The sample's gradient in the wanted units; zero in rows that are done elsewhere."""
     if SCALED:
-        left_scale = tl.load(left_scales + n * tl.cdiv(O, GROUP) + row)
-        acc = acc * (left_scale * tl.load(right_scales + n * tl.cdiv(I, GROUP) + column))
+        left_scale = tl.load(left_scales + n * tl.cdiv(OUT, GROUP) + row)
+        acc = acc * (left_scale * tl.load(right_scales + n * tl.cdiv(IN, GROUP) + column))
     if FOURTHS:
         acc = acc * factor
     if SKIP:
-        left_out = tl.load(skip + tl.cast(n, tl.int64) * O + o, mask=o < O, other=0)
+        left_out = tl.load(skip + tl.cast(n, tl.int64) * OUT + o, mask=o < OUT, other=0)
         acc = tl.where((left_out != 0)[:, None], 0.0, acc)
     return acc
 
 
 @triton.jit
-def _squares(  # type: ignore[no-untyped-def]
+def _squares(
     left, right, left_scales, right_scales, skip, squares, fourths,
-    N, T, O, I, l_n, l_t, r_n, r_t, each, square_factor, fourth_factor, factor,
+    N, T, OUT, IN, l_n, l_t, r_n, r_t, each, square_factor, fourth_factor, factor,
     OUTS: tl.constexpr, INS: tl.constexpr, POSITIONS: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr,
     FOURTHS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of the parameter, some of the samples.  STEPS: tiles of positions if they are few, else 0."""
-    tiles_i = tl.cdiv(I, INS)
+    tiles_i = tl.cdiv(IN, INS)
     row, column = tl.program_id(0) // tiles_i, tl.program_id(0) % tiles_i
     part = tl.program_id(1)
     begin = part * each
@@ -87,10 +91,13 @@ def _squares(  # type: ignore[no-untyped-def]
         for n in tl.range(begin, end, num_stages=STAGES):
             acc = tl.zeros((OUTS, INS), tl.float32)
             for step in tl.static_range(STEPS):
-                x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, O, l_t, EVEN_T, EVEN_O)
-                y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, I, r_t, EVEN_T, EVEN_I)
+                x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, OUT, l_t, EVEN_T, EVEN_O)
+                y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, IN, r_t, EVEN_T, EVEN_I)
                 acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
-            acc = _scaled(acc, n, o, left_scales, right_scales, skip, O, I, l_group, r_group, factor, GROUP, SCALED, SKIP, FOURTHS)  # fmt: skip
+            acc = _scaled(
+                acc, n, o, left_scales, right_scales, skip, OUT, IN, l_group, r_group, factor,
+                GROUP, SCALED, SKIP, FOURTHS,
+            )  # fmt: skip
             acc = acc * acc
             sums2 += acc
             if FOURTHS:
@@ -101,32 +108,35 @@ def _squares(  # type: ignore[no-untyped-def]
         for s in tl.range(begin * steps, end * steps, num_stages=STAGES):
             n = s // steps
             step = s - n * steps
-            x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, O, l_t, EVEN_T, EVEN_O)
-            y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, I, r_t, EVEN_T, EVEN_I)
+            x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, OUT, l_t, EVEN_T, EVEN_O)
+            y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, IN, r_t, EVEN_T, EVEN_I)
             acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
             if step == steps - 1:
-                c = _scaled(acc, n, o, left_scales, right_scales, skip, O, I, l_group, r_group, factor, GROUP, SCALED, SKIP, FOURTHS)  # fmt: skip
+                c = _scaled(
+                    acc, n, o, left_scales, right_scales, skip, OUT, IN, l_group, r_group, factor,
+                    GROUP, SCALED, SKIP, FOURTHS,
+                )  # fmt: skip
                 c = c * c
                 sums2 += c
                 if FOURTHS:
                     sums4 += c * c
                 acc = tl.zeros((OUTS, INS), tl.float32)
-    inside = (o < O)[:, None] & (i < I)[None, :]
-    at = o[:, None].to(tl.int64) * I + i[None, :]
-    _finish(squares, sums2 * square_factor, at, inside, part, O, I, ENDING)
+    inside = (o < OUT)[:, None] & (i < IN)[None, :]
+    at = o[:, None].to(tl.int64) * IN + i[None, :]
+    _finish(squares, sums2 * square_factor, at, inside, part, OUT, IN, ENDING)
     if FOURTHS:
-        _finish(fourths, sums4 * fourth_factor, at, inside, part, O, I, ENDING)
+        _finish(fourths, sums4 * fourth_factor, at, inside, part, OUT, IN, ENDING)
 
 
 @triton.jit
-def _finish(to, sums, at, inside, part, O, I, ENDING: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish(to, sums, at, inside, part, OUT, IN, ENDING: tl.constexpr):
     """Add to what is there: alone, by atomics, or apart for each part of the samples."""
     if ENDING == "alone":
         tl.store(to + at, tl.load(to + at, mask=inside, other=0.0) + sums, mask=inside)
     elif ENDING == "atomic":
         tl.atomic_add(to + at, sums, mask=inside, sem="relaxed")
     else:
-        tl.store(to + part.to(tl.int64) * O * I + at, sums, mask=inside)
+        tl.store(to + part.to(tl.int64) * OUT * IN + at, sums, mask=inside)
 
 
 def add_squares_of_products(
@@ -147,20 +157,19 @@ def add_squares_of_products(
     strides but the last, which is 1; or both are packed.  `skip` [n, o]: nonzero where a sample's row does not count.
     """
     scaled = isinstance(left, Packed)
-    l, r = (left.values, right.values) if isinstance(left, Packed) and isinstance(right, Packed) else (left, right)
-    assert isinstance(l, Tensor) and isinstance(r, Tensor)
-    (n, t, o), i = l.shape, r.shape[2]
-    if not l.numel() or not r.numel():
+    x, x_scales = left if isinstance(left, Packed) else (left, None)
+    y, y_scales = right if isinstance(right, Packed) else (right, None)
+    (n, t, o), i = x.shape, y.shape[2]
+    if not x.numel() or not y.numel():
         return
     flags = scaled, skip is not None, fourths is not None, deterministic
-    grid, each, options = _plan(l.device, l.dtype, n, t, o, i, flags, config, parts)
+    grid, each, options = _plan(x.device, x.dtype, n, t, o, i, flags, config, parts)
     targets = [squares, fourths]
     if options["ENDING"] == "apart":
         targets = [squares.new_empty((grid[1], o, i)), None if fourths is None else squares.new_empty((grid[1], o, i))]
-    scales = (left.scales, right.scales) if isinstance(left, Packed) and isinstance(right, Packed) else (None, None)
     a, b, f = factors
     _squares[grid](
-        l, r, *scales, skip, *targets, n, t, o, i, l.stride(0), l.stride(1), r.stride(0), r.stride(1),
+        x, y, x_scales, y_scales, skip, *targets, n, t, o, i, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
         each, a if fourths is not None else a * f * f, b, f, **options,
     )  # fmt: skip
     if options["ENDING"] == "apart":

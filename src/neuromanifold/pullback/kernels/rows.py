@@ -1,9 +1,11 @@
 """Squares of an embedding's gradients: what a sample has for a row is added up, squared, and added to the row.
 
 A program has one position of one sample.  If the same row was looked up before by the same sample, it has nothing to
-do; else it adds up all positions with that row, which usually is its own alone.  No sorting, and nothing that the CPU would have to wait for.
+do; else it adds up all positions with that row, which usually is its own alone.  No sorting, and nothing that the CPU
+would have to wait for.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -16,7 +18,7 @@ _POSITIONS, _COLUMNS = 32, 512
 
 
 @triton.jit
-def _rows(  # type: ignore[no-untyped-def]
+def _rows(
     values, ids, squares, fourths, T, D, v_n, v_t, square_factor, fourth_factor, factor,
     POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, FOURTHS: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +59,6 @@ def add_squares_of_rows(
     columns, positions = (min(most, max(16, power_of_two(size))) for most, size in ((_COLUMNS, d), (_POSITIONS, t)))
     a, b, f = factors
     _rows[(n * t, ceil_div(d, columns))](
-        values, ids, squares, squares if fourths is None else fourths, t, d, values.stride(0), values.stride(1), a, b, f,
+        values, ids, squares, fourths, t, d, values.stride(0), values.stride(1), a, b, f,
         POSITIONS=positions, COLUMNS=columns, FOURTHS=fourths is not None, num_warps=4,
     )  # fmt: skip

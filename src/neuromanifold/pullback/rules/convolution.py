@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,38 +82,29 @@ class Convolution(Form):
 
     @property
     def slid_and_fixed(self) -> tuple[Tensor, Tensor]:
-        """[n, c, *space]: what windows are taken of (the output of a transposed one), and what they are multiplied by."""
+        """[n, c, *space]: what windows are taken of (a transposed one's output), and what they are multiplied by."""
         x, g = self.x[:, 0], self.g[:, 0]
         return (g, x) if self.transposed else (x, g)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        kernel = self.shape[2:]
+        return {"kernel": kernel, "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+
     def _add_squares_by_kernel(self, to: Accumulators) -> None:
-        """Tiles of the weight, squared in registers.  TF32 as scaled float16, see `kernels.pack`."""
-        from neuromanifold.pullback.kernels.convolution import add_squares, pack  # needs Triton
+        """Tiles of the weight, squared in registers."""
+        from neuromanifold.pullback.kernels.convolution import add_squares  # needs Triton
 
         slid, fixed = self.slid_and_fixed
-        dtype = min(slid.dtype, fixed.dtype, key=lambda dtype: dtype.itemsize)
-        scales: list[Tensor | None] = [None, None]
-        if dtype == torch.float32 and kernels.tf32_convolutions():
-            slid, scales[0] = pack(slid.contiguous(), self.padding)
-            fixed, scales[1] = pack(fixed.contiguous())
-        else:
-            slid, fixed = _pad(slid.to(dtype), self.padding), fixed.to(dtype).contiguous()
-        square_weight, fourth_weight, factor = to.kernel_factors
         add_squares(
             slid,
             fixed,
             to.squares,
             to.fourths,
-            kernel=self.shape[2:],
-            stride=self.stride,
-            dilation=self.dilation,
-            groups=self.groups,
-            square_weight=square_weight,
-            fourth_weight=fourth_weight,
-            factor=factor,
-            precision="ieee" if slid.dtype == torch.float32 else "half",
-            x_scale=scales[0],
-            g_scale=scales[1],
+            **self._options,
+            padding=self.padding,
+            factors=to.kernel_factors,
+            tf32=kernels.tf32_convolutions(),
             deterministic=kernels.deterministic(),
         )
 
@@ -121,8 +113,7 @@ class Convolution(Form):
         from neuromanifold.pullback.kernels.depthwise import gradients  # needs Triton
 
         slid, fixed = self.slid_and_fixed
-        options = {"kernel": self.shape[2:], "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-        found = gradients(_pad(slid, self.padding), fixed.contiguous(), **options)  # type: ignore[arg-type]
+        found = gradients(_pad(slid, self.padding), fixed.contiguous(), **self._options)
         return found.view(self.samples, *self.shape)
 
     def _add_squares_by_rows(self, to: Accumulators) -> None:

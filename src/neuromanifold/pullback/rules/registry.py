@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -13,8 +12,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.pullback.forms import Form
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a module: what went in, and the gradient of what came out, both with samples first."""
 
     module: nn.Module

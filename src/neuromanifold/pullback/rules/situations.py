@@ -51,7 +51,8 @@ def shared(layer: nn.Module, given: Inputs) -> Tensor:
 class Kept:
     """Keeps what the driver would square."""
 
-    waits = False
+    waits = replays = False
+    weight = 1
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
@@ -72,6 +73,9 @@ class Kept:
         """Nothing to do."""
 
     def end_batch(self) -> None:
+        """Nothing to do."""
+
+    def settle(self) -> None:
         """Nothing to do."""
 
 
