@@ -11,10 +11,12 @@ from torch.nn import functional
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 pytest.importorskip("triton")
 
+from neuromanifold.pullback import kernels
+from neuromanifold.pullback.forms import Accumulators
 from neuromanifold.pullback.kernels import convolution, depthwise
 from neuromanifold.pullback.kernels.convolution import add_squares
-from neuromanifold.pullback.kernels.images import arrangement, readable
 from neuromanifold.pullback.kernels.tiles import HALF, Config, choose
+from neuromanifold.pullback.rules.convolution import Convolution
 
 SMALL = Config(16, 16, 16, 4, 2)
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -199,11 +201,11 @@ def test_blocks_that_are_chosen(dtype, fourths):
 def test_tiles_fit_the_weight(dtype, fourths):
     """As measured: wide tiles for wide layers in 16 bits; nothing much larger than the weight."""
     wide, stem, narrow = (
-        choose(outs, width, 28**2, 64, 1, dtype, fourths) for outs, width in ((256, 9 * 256), (64, 147), (24, 144))
+        choose(outs, width, 28**2, 64, 1, dtype, fourths) for outs, width in ((256, 9 * 256), (64, 49 * 4), (24, 144))
     )
     sides = (64, 64) if dtype == torch.float32 else (128, 64) if fourths else (128, 128)
     assert (wide.block_o, wide.block_i) == sides
-    assert (stem.block_o, stem.block_i) == (64, 64)
+    assert stem.block_o == 64
     assert narrow.block_o <= 64
 
 
@@ -234,92 +236,6 @@ def _uneven(values: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(values.shape[:2]).uniform_(-5, 5, generator=generator)
     return values * size.view(*values.shape[:2], *(1,) * (values.ndim - 2))
-
-
-def arranged(values: Tensor, *where: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> Tensor:
-    """[n, c, *positions]."""
-    values, layout = readable(values)
-    found, scales = arrangement(layout, values.device, dtype or values.dtype, *where)(values)
-    assert scales is None
-    assert found.is_contiguous()
-    return found.movedim(-1, 1)
-
-
-def scaled(values: Tensor, *where: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-    values, layout = readable(values)
-    found, scales = arrangement(layout, values.device, torch.float16, *where, scaled=True)(values)
-    return found.movedim(-1, 1), scales
-
-
-def unscaled(found: Tensor, scales: Tensor) -> Tensor:
-    return found.double() * scales.double().view(*scales.shape, *(1,) * (found.ndim - 2))
-
-
-@pytest.mark.parametrize("layout", [torch.clone, last], ids=["first", "last"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 70, 9, 8), (1, 1, 2, 2, 2), (2, 4, 1), (0, 3, 4), (2, 3, 0)])
-def test_images_are_padded_with_channels_last(shape, dtype, layout):
-    values = layout(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype))
-    padding = (2, 1, 3)[: len(shape) - 2]
-    expected = functional.pad(values, [amount for size in reversed(padding) for amount in (size, size)])
-    assert torch.equal(arranged(values, None, padding), expected)
-    assert torch.equal(arranged(values, dtype=torch.float16), values.half())
-
-
-@pytest.mark.parametrize("channels", [1, 3, 4, 70])
-def test_channels_are_filled_up(channels):
-    values = torch.randn(2, channels, 5, generator=torch.Generator().manual_seed(0))
-    expected = functional.pad(values, (1, 1, 0, -channels % 4))
-    _, layout = readable(values)
-    for scaled in (False, True):
-        found, scales = arrangement(layout, values.device, torch.float16, None, (1,), scaled=scaled, multiple=4)(values)
-        found = unscaled(found.movedim(-1, 1), scales) if scaled else found.movedim(-1, 1)
-        assert found.shape == expected.shape
-        assert ((found - expected).abs() <= 2**-11 * expected.abs()).all()
-
-
-@pytest.mark.parametrize("layout", [torch.clone, last], ids=["first", "last"])
-def test_positions_are_picked(layout):
-    values = layout(torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(0)))
-    expected = functional.pad(values, (1, 1, 0, 0))[:, :, ::3, ::2]
-    assert torch.equal(arranged(values, (3, 4), (0, 1), (3, 2)), expected)
-    found, scales = scaled(values, (3, 4), (0, 1), (3, 2))
-    assert ((unscaled(found, scales) - expected).abs() <= 2**-11 * expected.abs()).all()
-    values[0, 0, 1, 0] = torch.inf  # which is not among them
-    again, same = scaled(values, (3, 4), (0, 1), (3, 2))
-    assert torch.equal(again, found)
-    assert torch.equal(same, scales)
-
-
-@pytest.mark.parametrize("layout", [torch.clone, last], ids=["first", "last"])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 18, 3, 11), (1, 1, 2, 2, 2), (2, 4, 1), (0, 3, 4)])
-def test_scaled_images_keep_11_bits(shape, layout):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    if len(values):
-        values[0, 0] = 0
-        values[-1, -1] *= 1e30
-        values[0, -1] *= 1e-30
-    packed, scales = scaled(layout(values))
-    assert packed.shape == values.shape
-    assert scales.shape == values.shape[:2]
-    assert (torch.frexp(scales).mantissa == 0.5).all()  # powers of two
-    largest = packed.flatten(2).abs().amax(2)
-    assert ((largest == 0) | (largest >= 2**13) & (largest <= 2**14)).all()
-    assert ((unscaled(packed, scales) - values).abs() <= 2**-11 * values.abs()).all()
-    padding = (1,) * (len(shape) - 2)
-    padded, same = scaled(layout(values), None, padding)
-    assert torch.equal(padded, functional.pad(packed, (1, 1) * len(padding)))
-    assert torch.equal(same, scales)
-
-
-def test_scaling_takes_extremes():
-    values = torch.tensor([[[3e38, 1e30], [1.2e-38, 3e-38], [torch.inf, 1.0], [torch.nan, 1.0]]])
-    packed, scales = scaled(values)
-    found = unscaled(packed, scales)
-    assert ((found[0, :2] - values[0, :2]).abs() <= 2**-11 * values[0, :2].abs()).all()
-    assert found[0, 2, 0] == torch.inf
-    assert found[0, 3, 0].isnan()
-    assert scales.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # in rows beyond the edge, which are not used
@@ -402,3 +318,31 @@ def test_depthwise_refuses_other_layouts_and_windows_that_leave_the_image():
         depthwise.gradients(last(x), g, **options_of_padded(problem))
     with pytest.raises(ValueError, match="windows"):
         depthwise.gradients(data(problem)[0], g, **options_of_padded(problem))
+
+
+FORMS = {
+    "transposed": ((4, 6, 3, 3), {"stride": (2, 1), "padding": (1, 0), "transposed": True}, (5, 4), (10, 6)),
+    "transposed in 2 groups": ((4, 3, 2, 3), {"transposed": True, "groups": 2}, (4, 3), (5, 5)),
+    "strided in 2 groups": ((6, 2, 3, 3), {"stride": (2, 2), "padding": (1, 1), "groups": 2}, (5, 6), (3, 3)),
+    "1×1 strided": ((6, 4, 1, 1), {"stride": (2, 2)}, (5, 6), (3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_rule_hands_over_what_the_kernel_expects(name, channels_last, monkeypatch):
+    """Kernel against torch's weight gradients; one row for each sample, [n, 1, c, *space]."""
+    weight, options, space, out = FORMS[name]
+    rest = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "transposed": False, "groups": 1} | options
+    outs = weight[1] * rest["groups"] if rest["transposed"] else weight[0]
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(2, c, *size, generator=generator) for c, size in ((4, space), (outs, out)))
+    x, g = (last(x), last(g)) if channels_last else (x, g)
+    form = Convolution(x[:, None], g[:, None], torch.Size(weight), **rest)
+    G = form.gradients(0, 2, torch.float64)
+    monkeypatch.setattr(kernels, "suit", lambda *_: True)
+    monkeypatch.setattr(kernels, "tf32_convolutions", lambda: False)
+    squares, fourths = torch.zeros(weight), torch.zeros(weight)
+    form.add_squares(Accumulators(squares, fourths, unit=2.0, weight=3.0, scale=0.5))
+    assert close(squares, (G / 0.5).square().sum(0))
+    assert close(fourths, 3 * G.pow(4).sum(0))

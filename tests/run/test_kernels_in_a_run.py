@@ -1,4 +1,4 @@
-"""Whole runs by the Triton kernels, interpreted on the CPU, against the same runs in float64, which none of them takes."""
+"""Whole runs by the Triton kernels, interpreted on the CPU, against the same in float64, which none of them takes."""
 
 import copy
 from collections.abc import Iterator

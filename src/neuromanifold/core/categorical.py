@@ -24,9 +24,9 @@ class Categorical(Core):
     would cancel, in the row of the most likely class, the methods below sum the other rows instead, so that results are
     accurate relatively also for a saturated network with p = 1 - 1e-30.
 
-    A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN, +inf and labels that are no
-    class, which on a GPU waits for the device.  Nothing else is computed before it is asked for, so do not overwrite
-    the logits until then.
+    A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN, +inf and labels that are
+    no class, which on a GPU waits for the device.  Nothing else is computed before it is asked for, so do not
+    overwrite the logits until then.
     """
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:

@@ -59,7 +59,7 @@ class SmallSums:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        values = torch.cat([entry.values.flatten(1) for entry in waiting.values()], 1)  # [n, all]
+        values = torch.cat([v.reshape(len(v), v.shape[1:].numel()) for v, _, _ in waiting.values()], 1)  # [n, all]
         _, scale, noise = next(iter(waiting.values()))
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line = _Line(squares.sum(0))
@@ -96,8 +96,9 @@ def _plus(a: Tensor, b: Tensor | None) -> Tensor:
 
 
 def _by_parameter(lines: dict[Layout, Tensor]) -> dict[int, Tensor]:
+    """Tensors with memory of their own."""
     found: dict[int, Tensor] = {}
     for layout, line in lines.items():
         for (i, shape), part in zip(layout, torch.split(line, [shape.numel() for _, shape in layout]), strict=True):
-            found[i] = found[i] + part.view(shape) if i in found else part.view(shape)
+            found[i] = found[i] + part.view(shape) if i in found else part.view(shape).clone()
     return found

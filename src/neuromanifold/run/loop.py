@@ -10,8 +10,10 @@ for batch in data:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -53,7 +55,8 @@ def run(
     work = Replay(step, sums) if settings.replay else step
     samples: int | Tensor = 0
     positions: int | Tensor = 0
-    with unchanged(model), step.squares.attached():
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, unchanged(model), step.squares.attached():
         for item in tracked(data, settings.progress, "Fisher information"):
             batch = read_batch(item, counts.batches).to(device)
             outputs = work(batch, counts.batches)

@@ -88,6 +88,8 @@ class Replay:
             return
         step, before = self._step, self._step.squares.passes
         recorder = self._recorder = self._recorder or Recorder(step.generator)
+        if not self._recordings:
+            torch.cuda.empty_cache()  # recordings have memory of their own; what batches have used so far is given back
         own = Batch(*(_copied(part) for part in batch))
         try:
             with recorder.recording() as forward:

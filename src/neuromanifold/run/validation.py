@@ -26,7 +26,7 @@ class LateValidation:
         self._postponed: dict[str, Tensor] | None = None
 
     def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
-        """The core of these outputs, of batch `number`; on a GPU, whether its labels are classes is looked at later, too."""
+        """The core of these outputs, of batch `number`; whether labels are classes is looked at later, on a GPU."""
         core = self.unchecked(rows, number)
         if core is None:
             return _named(number, lambda: self.likelihood(rows))

@@ -1,7 +1,7 @@
 """Kernels for a GPU, in Triton; where it is missing, or for a shape that is unsuitable, torch's operations do the same.
 
     product      linear layers, 1×1 and other convolutions as products
-    convolution  k×k convolutions without writing out windows
+    convolution  k×k convolutions without writing out windows (tiles: their sizes; images: how operands lie in memory)
     depthwise    one channel at a time
     rows         embeddings
     norms        scales and shifts
@@ -39,7 +39,9 @@ def _capable(device: torch.device) -> bool:
 def suit(*tensors: Tensor) -> bool:
     """Whether kernels can take these tensors: on one GPU, in single or half precision."""
     device = tensors[0].device
-    return _capable(device) and all(tensor.dtype in _DTYPES and tensor.device == device for tensor in tensors)
+    if not _capable(device) or (device.type == "cuda" and device.index != torch.cuda.current_device()):
+        return False  # Triton launches on the current device
+    return all(tensor.dtype in _DTYPES and tensor.device == device for tensor in tensors)
 
 
 def tf32_products() -> bool:

@@ -31,6 +31,7 @@ from neuromanifold.pullback.kernels.images import (
     alignment,
     arrangement,
     check_windows,
+    kept,
     offsets,
     readable,
 )
@@ -92,7 +93,7 @@ def add_squares(
         targets = [squares.new_empty(parts), None if fourths is None else squares.new_empty(parts)]
     a, b, f = factors
     _squares[plan.grid](
-        x, g, *targets, x_scales, g_scales, plan.table, *plan.sizes,
+        x, g, *targets, x_scales, g_scales, kept(plan.table), *plan.sizes,
         a if fourths is not None else a * f * f, b, f, **plan.options,
     )  # fmt: skip
     if plan.options["APART"]:
@@ -255,7 +256,9 @@ def _squares(
     o = tile % o_tiles * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tile // o_tiles % i_tiles * BLOCK_I + tl.arange(0, BLOCK_I)
     t = tl.arange(0, BLOCK_T)
-    c, k = i % ins, i // ins  # so that neighbours are neighbours in memory
+    c = i
+    if not SAME:  # i = (k, c), so that neighbours are neighbours in memory
+        c, k = i % ins, i // ins
 
     # Rows and columns beyond the edge are masked where neighbours are neighbours in memory, else read again, and never
     # used.  Positions beyond the end are zero in g, and in x positions that the sample has anyway.
@@ -311,7 +314,8 @@ def _squares(
         if not SAME:  # one step ahead
             shift = tl.load(table + taps + j * BLOCK_T + t)
 
-    cells = (group * outs + o)[:, None] * row + (c * taps + k)[None, :]
+    column = c if SAME else c * taps + k
+    cells = (group * outs + o)[:, None] * row + column[None, :]
     inside = (o[:, None] < outs) & (i[None, :] < width)
     if MULTIPLE > 1:
         inside = inside & (c[None, :] < channels)

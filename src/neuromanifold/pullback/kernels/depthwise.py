@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.pullback.kernels.images import check_windows, offsets
+from neuromanifold.pullback.kernels.images import check_windows, kept, offsets
 from neuromanifold.pullback.kernels.launch import ceil_div, power_of_two
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +55,7 @@ def gradients(
     shape, programs, table, sizes, options = _plan(x.device, x.shape, g.shape, kernel, stride, dilation, groups, config)
     found = torch.empty(shape, dtype=torch.float32, device=x.device)
     if programs:
-        _gradients[(programs,)](x, g, found, table, *sizes, **options)
+        _gradients[(programs,)](x, g, found, kept(table), *sizes, **options)
     return found
 
 

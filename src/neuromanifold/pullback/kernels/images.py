@@ -62,7 +62,7 @@ class Arrangement(NamedTuple):
         if self.scaled:
             scales = torch.empty((self.shape[0], self.shape[-1]), dtype=torch.float32, device=values.device)
         if self.programs[0]:
-            _arrange[self.programs](values, to, scales, self.table, *self.sizes, **self.options)
+            _arrange[self.programs](values, to, scales, kept(self.table), *self.sizes, **self.options)
         return to, scales
 
 
@@ -206,7 +206,7 @@ def offsets(
     steps = _steps(space)
     taps = _grid(kernel, [step * d for step, d in zip(steps, dilation, strict=True)])
     windows = _grid(out, [step * s for step, s in zip(steps, stride, strict=True)])
-    return torch.cat([taps, torch.nn.functional.pad(windows, (0, -len(windows) % TABLE))]).to(device)
+    return _move(torch.cat([taps, torch.nn.functional.pad(windows, (0, -len(windows) % TABLE))]), device)
 
 
 def check_windows(
@@ -241,7 +241,25 @@ def _sources(
         at = torch.arange(many, dtype=torch.int32) * step - amount
         total = total[..., None] + at * unit
         outside = outside[..., None] | (at < 0) | (at >= size)
-    return total.masked_fill(outside, -1).flatten().to(device)
+    return _move(total.masked_fill(outside, -1).flatten(), device)
+
+
+_recorded: dict[int, Tensor] = {}
+
+
+def kept(table: Tensor | None) -> Tensor | None:
+    """The table, which lives on once it is part of a CUDA graph: a replay reads it, whatever caches have forgotten."""
+    if table is not None and table.is_cuda and torch.cuda.is_current_stream_capturing():
+        _recorded[id(table)] = table
+    return table
+
+
+def _move(table: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "Tables cannot be made while a CUDA graph is recorded; let the same shapes pass once before."
+        )
+    return table.to(device)
 
 
 def _grid(shape: Sequence[int], steps: Sequence[int]) -> Tensor:

@@ -36,7 +36,7 @@ CONFIGS: dict[Literal["ieee", "half"], tuple[Config, ...]] = {
     "half": (
         *(Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 4), Config(128, 128, 32, 8, 4)),
         *(Config(128, 64, 64, 8, 4), Config(128, 64, 64, 4, 3), Config(128, 64, 32, 4, 4)),
-        *(Config(64, 128, 64, 4, 3), Config(64, 128, 32, 4, 4)),
+        *(Config(64, 128, 64, 4, 3), Config(64, 128, 64, 8, 3), Config(64, 128, 32, 4, 4)),
         *(Config(64, 64, 64, 4, 3), Config(64, 64, 128, 4, 3), Config(64, 64, 32, 4, 4)),
         *(Config(64, 32, 64, 4, 4), Config(64, 16, 64, 4, 4)),
     ),

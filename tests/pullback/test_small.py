@@ -1,0 +1,76 @@
+"""Small parameters squared together give what each would give on its own."""
+
+import torch
+from torch import Tensor
+
+from neuromanifold.pullback.small import SmallSums
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(sums: SmallSums, taken: dict[int, list[tuple[Tensor, float, float]]]) -> None:
+    squares, fourths = sums.squares(), sums.fourths()
+    assert set(squares) == set(taken)
+    for i, entries in taken.items():
+        own = [(values.double() / scale, noise) for values, scale, noise in entries]
+        torch.testing.assert_close(squares[i].double(), sum(v.square().sum(0) for v, _ in own), rtol=1e-5, atol=1e-12)
+        expected = sum(noise * v.pow(4).sum(0) for v, noise in own)
+        found = fourths.get(i, torch.zeros_like(expected))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
+
+
+def test_passes_of_all_kinds() -> None:
+    sums, taken = SmallSums(), {}
+    for step, (n, scale, noise_factor) in enumerate([(4, 1.0, 0.5), (4, 8.0, 0.5), (3, 1.0, 0.0), (1, 1.0, 1.0)]):
+        for i, shape in enumerate([(3,), (), (2, 5), (0,)]):
+            if (step + i) % 4 == 3:
+                continue  # not all parameters in all batches
+            values = noise(n, *shape, seed=10 * step + i)
+            sums.add(i, values, scale, noise_factor)
+            taken.setdefault(i, []).append((values, scale, noise_factor))
+    check(sums, taken)
+
+
+def test_the_same_parameter_twice_in_a_pass() -> None:
+    sums, values = SmallSums(), [noise(4, 3, seed=seed) for seed in range(3)]
+    for value in values:
+        sums.add(7, value, 1.0, 0.25)
+    check(sums, {7: [(value, 1.0, 0.25) for value in values]})
+
+
+def test_parameters_that_differ_in_every_batch() -> None:
+    sums, taken = SmallSums(), {}
+    for step in range(40):
+        for i in {step % 5, 5 + step % 7, 12 + step % 3}:
+            values = noise(2, 4, seed=100 * step + i)
+            sums.add(i, values, 1.0, 0.5)
+            taken.setdefault(i, []).append((values, 1.0, 0.5))
+        sums.flush()
+    assert len(sums._lines) < 40
+    check(sums, taken)
+
+
+def test_tiny_and_huge_numbers_have_fourth_powers() -> None:
+    sums, values = SmallSums(), torch.tensor([[1e-15, 1e15]])
+    sums.add(0, values, 1.0, 1.0)
+    torch.testing.assert_close(sums.fourths()[0], values[0].double().pow(4), rtol=1e-6, atol=0.0)
+
+
+def test_results_have_memory_of_their_own() -> None:
+    sums = SmallSums()
+    for i in range(3):
+        sums.add(i, noise(2, 4, seed=i), 1.0, 1.0)
+    first, second = sums.squares(), sums.squares()
+    before = second[1].clone()
+    first[0].fill_(9.0)
+    first[1].fill_(9.0)
+    assert torch.equal(second[1], before)
+    assert len({value.untyped_storage().data_ptr() for value in first.values()}) == 3
+
+
+def test_half_precision_is_squared_in_float32() -> None:
+    sums, values = SmallSums(), torch.full((2, 3), 300.0, dtype=torch.float16)  # its square is no float16
+    sums.add(0, values, 1.0, 0.0)
+    assert torch.equal(sums.squares()[0], torch.full((3,), 180000.0))
