@@ -23,6 +23,7 @@ from torch import Tensor
 
 from neuromanifold.pullback.kernels import convolution, product
 from neuromanifold.pullback.kernels.pack import pack
+from neuromanifold.pullback.kernels.tiles import CONFIGS
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
@@ -177,20 +178,13 @@ def _linear(
 def _conv(
     case: Conv, x: Tensor, g: Tensor, squares: Tensor, fourths: Tensor | None, precision: str, **options: object
 ) -> None:
-    padding, scales = (case.kernel // 2,) * 2, {}
-    if precision == "tf32":
-        x, x_scale = convolution.pack(x, padding)
-        g, g_scale = convolution.pack(g)
-        scales = {"x_scale": x_scale, "g_scale": g_scale}
-    elif case.kernel > 1:
-        x = torch.nn.functional.pad(x, [case.kernel // 2] * 4)
     convolution.add_squares(
         *(x, g, squares, fourths),
         kernel=(case.kernel,) * 2,
         stride=(case.stride,) * 2,
+        padding=(case.kernel // 2,) * 2,
         dilation=(1, 1),
-        precision="ieee" if precision == "fp32" else "half",
-        **scales,
+        tf32=precision == "tf32",
         **options,
     )
 
@@ -244,7 +238,7 @@ def tune(precision: str, case: Linear | Conv, timed: bool = True) -> None:
         x, g, squares, _ = _images(case, precision)
         candidates = {
             config: lambda config=config: _conv(case, x, g, squares, None, precision, config=config)
-            for config in convolution.CONFIGS["ieee" if precision == "fp32" else "half"]
+            for config in CONFIGS["ieee" if precision == "fp32" else "half"]
         }
         plain = float(conv_row(case, precision, Device({precision: 1.0}, 1.0, 1.0))[2]) if timed else 0.0
     found = [(_time(run, 7 if timed else 1), config) for config, run in candidates.items()]

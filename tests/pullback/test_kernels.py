@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from neuromanifold.pullback.kernels.launch import split_samples
 from neuromanifold.pullback.kernels.norms import channel_norm_sums, feature_norm_sums
 from neuromanifold.pullback.kernels.pack import GROUP, Packed, pack
-from neuromanifold.pullback.kernels.product import Config, add_squares_of_products
+from neuromanifold.pullback.kernels.product import SHARED, Config, _plan, add_squares_of_products, choose
 from neuromanifold.pullback.kernels.rows import add_squares_of_rows
 
 SMALL = Config(16, 16, 16, 4, 2, 1)
@@ -144,3 +144,15 @@ def test_samples_are_split_so_that_every_multiprocessor_works():
     assert split_samples(tiles=1000, samples=64, steps=8, slots=132) <= 4
     assert split_samples(tiles=4, samples=64, steps=8, slots=132) >= 16
     assert split_samples(tiles=1, samples=1, steps=1, slots=132) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("t", [1, 49, 64, 100, 128, 200, 256, 512, 5000])
+@pytest.mark.parametrize("o", [1, 70, 768, 50257])
+@pytest.mark.parametrize("fourths", [False, True])
+def test_tiles_fit_the_memory_of_a_multiprocessor(dtype, t, o, fourths):
+    config = choose(dtype, t, o, 768, fourths)
+    assert config.outs < 2 * max(16, o)
+    assert config.shared(dtype.itemsize) <= SHARED
+    _, _, options = _plan(torch.device("cpu"), dtype, 64, t, o, 768, (False, False, fourths, False), None, None)
+    assert max(1, options["STEPS"]) * config.shared(dtype.itemsize) <= SHARED

@@ -125,7 +125,7 @@ def _plan(
     dtype = torch.float16 if scaled else dtype
     multiple = _multiple(channels, groups)
     config = config or choose(
-        outs, ceil_div(ins, multiple) * multiple * taps, positions, samples, groups, dtype, fourths
+        outs, ceil_div(ins, multiple) * multiple * taps, positions, samples, groups, dtype, fourths, taps == 1
     )
     padded = [size + 2 * amount for size, amount in zip(space, padding, strict=True)]
     check_windows(padded, out, kernel, stride, dilation, config.block_t)

@@ -11,6 +11,7 @@ Arithmetic is that of the ordinary weight gradient; squares are one multiplicati
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +33,41 @@ class Config(NamedTuple):
     stages: int
     at_once: int  # programs that one multiprocessor runs at the same time
 
+    def shared(self, itemsize: int) -> int:
+        """Bytes of shared memory for tiles that are on their way."""
+        return self.stages * self.positions * (self.outs + self.ins) * itemsize
 
-# By measured time on an H200 (benchmarks/gpu_kernels.py).
-HALF_SHORT = Config(128, 128, 64, 8, 3, 1)  # float16 and bfloat16, a few tiles of positions: the loop is unrolled
-HALF_LONG = Config(128, 128, 64, 8, 4, 1)
-SINGLE = Config(64, 64, 32, 4, 3, 4)  # float32
+
+SHARED = 200 * 2**10  # of which a program may have so much
+
+
+class Choice(NamedTuple):
+    """A config for at most so many positions, and numbers of the weight."""
+
+    positions: float
+    numbers: float
+    config: Config
+
+
+# By measured time on an H200 (benchmarks/gpu_kernels.py --tune): the first whose limits are not exceeded.
+HALF = (
+    Choice(64, math.inf, Config(64, 128, 64, 4, 3, 2)),
+    Choice(128, math.inf, Config(128, 128, 64, 8, 3, 1)),
+    Choice(math.inf, 2**24, Config(128, 128, 128, 8, 3, 1)),
+    Choice(math.inf, math.inf, Config(64, 128, 64, 4, 3, 2)),
+)
+SINGLE = (
+    Choice(64, math.inf, Config(64, 64, 64, 4, 2, 4)),
+    Choice(256, math.inf, Config(64, 64, 32, 4, 3, 4)),
+    Choice(math.inf, 2**24, Config(64, 64, 16, 4, 3, 4)),
+    Choice(math.inf, math.inf, Config(64, 64, 64, 4, 2, 4)),
+)
+# With fourth powers, a third more registers are needed.
+HALF_FOURTHS = (
+    Choice(128, math.inf, Config(128, 128, 64, 8, 3, 1)),
+    Choice(math.inf, math.inf, Config(128, 128, 64, 8, 4, 1)),
+)
+SINGLE_FOURTHS = (Choice(math.inf, math.inf, Config(64, 64, 32, 4, 3, 3)),)
 
 
 @triton.jit
@@ -192,7 +223,7 @@ def _plan(
 ) -> tuple[tuple[int, int], int, dict[str, Any]]:
     """The grid, how many samples a program has, and all that the compiler must know."""
     scaled, skip, fourths, deterministic = flags
-    config = config or choose(dtype, t, o, i)
+    config = config or choose(dtype, t, o, i, fourths)
     tiles, steps = ceil_div(o, config.outs) * ceil_div(i, config.ins), ceil_div(t, config.positions)
     parts = parts or split_samples(tiles, n, steps, config.at_once * multiprocessors(device))
     each = ceil_div(n, parts)
@@ -201,7 +232,7 @@ def _plan(
         "OUTS": config.outs,
         "INS": config.ins,
         "POSITIONS": config.positions,
-        "STEPS": steps if steps <= 2 else 0,
+        "STEPS": steps if steps <= 2 and steps * config.shared(dtype.itemsize) <= SHARED else 0,
         "GROUP": GROUP,
         "EVEN_T": t % config.positions == 0,
         "EVEN_O": o % config.outs == 0,
@@ -217,9 +248,11 @@ def _plan(
     return (tiles, parts), each, options
 
 
-def choose(dtype: torch.dtype, t: int, o: int, i: int) -> Config:
+def choose(dtype: torch.dtype, t: int, o: int, i: int, fourths: bool) -> Config:
     """Tiles for a shape: no larger than needed, since what lies outside of the parameter is computed in vain."""
-    best = SINGLE if dtype == torch.float32 else HALF_SHORT if t <= 2 * HALF_SHORT.positions else HALF_LONG
+    single = dtype == torch.float32
+    choices = (SINGLE_FOURTHS if single else HALF_FOURTHS) if fourths else (SINGLE if single else HALF)
+    best = next(config for positions, numbers, config in choices if t <= positions and o * i <= numbers)
     outs, ins = (max(16, min(size, power_of_two(n))) for size, n in ((best.outs, o), (best.ins, i)))
     positions = max(16, min(best.positions, power_of_two(t)))
     warps = best.warps if outs * ins >= best.outs * best.ins else 4
