@@ -188,7 +188,7 @@ class SamplePullback:
                 raise TypeError(f"The rule of {kind} gives nothing for {name!r}, which it is registered for.")
             self._take(i, forms[name], record)
         if self._last:
-            record.x = record.x.new_empty(0)  # as autograd lets go of what it has used
+            record.x = self.taps.nothing  # as autograd lets go of what it has used
 
     def _take(self, i: int, form: Form, record: Record | None) -> None:
         """Square at once, unless the parameter is used several times."""

@@ -24,7 +24,7 @@ class _Entry(NamedTuple):
     def goes_with(self, other: _Entry) -> bool:
         """Whether both can be done in one operation."""
         a, b = self.values, other.values
-        same = len(a) == len(b) and a.dtype == b.dtype and a.device == b.device
+        same = a.shape[0] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
         return same and self[1:] == other[1:]
 
 
@@ -59,7 +59,7 @@ class SmallSums:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        values = torch.cat([v.reshape(len(v), v.shape[1:].numel()) for v, _, _ in waiting.values()], 1)  # [n, all]
+        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v, _, _ in waiting.values()], 1)  # [n, all]
         _, scale, noise = next(iter(waiting.values()))
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line = _Line(squares.sum(0))

@@ -18,6 +18,7 @@ _CHUNK = 2**18
 
 # Of so many samples all fourth powers are taken, then of one in so many.
 _ALL_OF, _ONE_IN = 128, 4
+_EARLY = 8  # batches in which gradients may still become much larger
 
 
 class Pass(NamedTuple):
@@ -94,7 +95,7 @@ class DiagonalSums:
         if not self._keeps or not made_by.noise:
             torch._foreach_addcmul_(squares, values, values)
             return
-        if not all(self._units[i] for i in used):
+        if not all(self._units[i] for i in used) or self._looks_at_once(values[0].device):
             sizes = torch.stack([size.double() for size in _sizes(values)]).tolist()
             for i, size in zip(used, sizes, strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
@@ -117,7 +118,7 @@ class DiagonalSums:
         if not weight:
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
-        if not self._units[i]:
+        if not self._units[i] or self._looks_at_once(form.device):
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif self._is_rare:
             self._sizes[i] = form.magnitude() / made_by.scale
@@ -129,6 +130,12 @@ class DiagonalSums:
     def _is_rare(self) -> bool:
         """Whether to look if gradients have grown: in batch number 1, 2, 4, 8, ..., since reading back takes time."""
         return self._batches & (self._batches + 1) == 0
+
+    def _looks_at_once(self, device: torch.device) -> bool:
+        """Whether to look before anything is added; on a GPU in the first batches only, and not while recording."""
+        if not self._is_rare or device.type != "cuda":
+            return self._is_rare
+        return self._batches < _EARLY and not torch.cuda.is_current_stream_capturing()
 
     def settle(self) -> None:
         """Raise units, and decide how often the next batch's fourth powers count, where they cost much.

@@ -91,6 +91,7 @@ class Taps:
         self.records: list[Record] = []
         self.listener: Listener | None = None
         self.root = torch.empty(0, requires_grad=True)
+        self.nothing = torch.empty(0)
         self._recording = False
         self._calls: dict[int, int] = {}
 

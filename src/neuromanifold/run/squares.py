@@ -17,7 +17,7 @@ from neuromanifold.pullback.samples import SamplePullback
 from neuromanifold.pullback.sums import GradientSums, Pass
 from neuromanifold.run.batches import Outputs, model_device
 from neuromanifold.run.cotangents import Cotangent, by_position, by_sample
-from neuromanifold.run.granularity import Granularity, SlowPathWarning
+from neuromanifold.run.granularity import Granularity, SlowPathWarning, callers_level
 
 Evaluate = Callable[[], Outputs]
 
@@ -180,7 +180,7 @@ class SampleSquares(Squares):
         shown = ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
         text = f"No rule covers {shown}: these take one backward pass for each sample, which is right, but slow. "
         text += "Leave them out with `parameters`, write a rule (nm.rule), or take an estimator with random probes."
-        warnings.warn(text, SlowPathWarning, stacklevel=6)
+        warnings.warn(text, SlowPathWarning, stacklevel=callers_level())
 
     def _scale_for(self, logits: Tensor, cotangent: Tensor) -> float:
         """With float16, gradients below 6e-8 would vanish: as large a power of two as nothing overflows with."""

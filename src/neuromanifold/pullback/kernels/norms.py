@@ -39,12 +39,12 @@ def _features(
 
 @triton.jit
 def _channels(
-    x, g, mean, rstd, sums, ROWS_ALL, C, L, POSITIONS: tl.constexpr, ROWS: tl.constexpr,
+    x, g, mean, variance, sums, ROWS_ALL, C, L, eps, POSITIONS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of samples, [rows, p]; x̂ = (x - mean)·rstd with fixed numbers for each channel."""
+    """Some channels of samples, [rows, p]; x̂ = (x - mean)/√(variance + eps) with fixed numbers for each channel."""
     row, p = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, POSITIONS)
     here = row < ROWS_ALL
-    m = tl.load(mean + row % C, mask=here, other=0.0)[:, None]
+    m = tl.load(mean + row % C, mask=here, other=0.0).to(tl.float32)[:, None]
     scale, shift = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     start = row.to(tl.int64) * L
     for first in range(0, L, POSITIONS):
@@ -54,7 +54,8 @@ def _channels(
         b = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         scale += tl.sum((a - m) * b, axis=1)
         shift += tl.sum(b, axis=1)
-    tl.store(sums + row, scale * tl.load(rstd + row % C, mask=here, other=0.0), mask=here)
+    spread = tl.load(variance + row % C, mask=here, other=1.0).to(tl.float32) + eps
+    tl.store(sums + row, scale * tl.rsqrt(spread), mask=here)
     tl.store(sums + ROWS_ALL + row, shift, mask=here)
 
 
@@ -80,8 +81,8 @@ def fits_feature_norm(x: Tensor, g: Tensor) -> bool:
     return x.shape[-1] <= _LARGEST and x.stride(-1) == 1 and g.stride(-1) == 1
 
 
-def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """x̂ = (x - mean)·rstd by channel: (Σ_l g∘x̂, Σ_l g) as [n, c] each, for contiguous x, g [n, c, p]."""
+def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x̂ = (x - mean)/√(variance + eps) by channel: (Σ_l g∘x̂, Σ_l g) as [n, c] each, for contiguous x, g [n, c, p]."""
     n, c, length = g.shape
     sums = torch.empty((2, n, c), dtype=torch.float32, device=g.device)
     if not g.numel():
@@ -89,6 +90,6 @@ def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple
     positions = min(1024, max(16, power_of_two(length)))
     rows = max(1, 2048 // positions)
     _channels[(ceil_div(n * c, rows),)](
-        x, g, mean.float(), rstd.float(), sums, n * c, c, length, POSITIONS=positions, ROWS=rows, num_warps=4
+        x, g, mean, variance, sums, n * c, c, length, eps, POSITIONS=positions, ROWS=rows, num_warps=4
     )
     return sums[0], sums[1]

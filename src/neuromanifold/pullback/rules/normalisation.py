@@ -68,11 +68,11 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.modules.batchnorm._NormBase)
     mean, variance = module.running_mean, module.running_var
-    if mean is not None and variance is not None and kernels.suit(call.x, call.g):
+    if mean is not None and variance is not None and kernels.suit(call.x, call.g, mean, variance):
         from neuromanifold.pullback.kernels.norms import channel_norm_sums  # needs Triton
 
         x, g = (values.contiguous().flatten(2) if values.ndim > 2 else values[..., None] for values in (call.x, call.g))
-        return _wanted(call, *channel_norm_sums(x, g, mean, (variance.float() + module.eps).rsqrt()))
+        return _wanted(call, *channel_norm_sums(x, g, mean, variance, module.eps))
 
     def normalised() -> Tensor:
         x = _input(call)
@@ -97,7 +97,7 @@ def _by_kernel(call: Call, eps: float, *, centred: bool) -> dict[str, Form]:
     """x̂ over the last dimension, multiplied and summed in one reading of both tensors."""
     from neuromanifold.pullback.kernels.norms import feature_norm_sums
 
-    x, g = (values.reshape(len(values), -1, values.shape[-1]) for values in (call.x, call.g))
+    x, g = (values.reshape(values.shape[0], -1, values.shape[-1]) for values in (call.x, call.g))
     return _wanted(call, *feature_norm_sums(x, g, eps, centred=centred))
 
 
