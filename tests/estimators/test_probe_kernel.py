@@ -306,5 +306,5 @@ def test_a_run_skips_positions_and_is_right() -> None:
 @pytest.mark.parametrize(("number", "make"), [(0, lambda good, bad: [bad, good]), (1, lambda good, bad: [good, bad])])
 def test_a_run_names_the_batch_with_nan(number: int, make: Callable[..., list[Tensor]]) -> None:
     data = make(torch.ones(2, 3), torch.full((2, 3), NAN))
-    with pytest.raises(ValueError, match=rf"Batch {number} of `data`: `logits`.*NaN at index \[0\]"):
+    with pytest.raises(ValueError, match=rf"Batch {number} of `data`: `logits`.*NaN or infinity at index \[0\]"):
         nm.fisher_diagonal(torch.nn.Linear(3, 2), data, nm.Hutchinson(deflate=1))

@@ -1,8 +1,12 @@
 """Small parameters squared together give what each would give on its own."""
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import neuromanifold as nm
+from neuromanifold.pullback.forms import Dense
+from neuromanifold.pullback.rules import registry
 from neuromanifold.pullback.small import SmallSums
 
 
@@ -70,7 +74,36 @@ def test_results_have_memory_of_their_own() -> None:
     assert len({value.untyped_storage().data_ptr() for value in first.values()}) == 3
 
 
-def test_half_precision_is_squared_in_float32() -> None:
-    sums, values = SmallSums(), torch.full((2, 3), 300.0, dtype=torch.float16)  # its square is no float16
-    sums.add(0, values, 1.0, 0.0)
-    assert torch.equal(sums.squares()[0], torch.full((3,), 180000.0))
+def test_gradients_come_in_the_parameters_shape_and_precision() -> None:
+    values = torch.full((2, 1, 3), 300.0, dtype=torch.float16)  # its square is no float16
+    assert torch.equal(Dense(values).values_for(torch.zeros(3)), torch.full((2, 3), 300.0))
+    assert Dense(values).values_for(torch.zeros(3, dtype=torch.float64)).dtype == torch.float64
+    assert Dense(values.double()).values_for(torch.zeros(3, dtype=torch.bfloat16)).dtype == torch.float32
+    with pytest.raises(ValueError, match="parameter's shape"):
+        Dense(values).values_for(torch.zeros(4))
+
+
+@pytest.mark.parametrize("wrong", ["another dimension", "another size"])
+def test_a_rules_gradients_have_the_parameters_shape(wrong, monkeypatch):
+    """Small parameters take the shape of whatever a rule gives."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    def rule(call: registry.Call) -> dict[str, Dense]:
+        g = call.g
+        return {"shift": Dense(g[:, None] if wrong == "another dimension" else torch.cat([g, g[:, :1]], 1))}
+
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    nm.rule(Shift, parameters=("shift",))(rule)
+    model = nn.Sequential(nn.Linear(6, 3), Shift())
+    try:
+        found = nm.fisher_diagonal(model, [torch.ones(4, 6)])
+    except (TypeError, ValueError, RuntimeError):
+        return  # refused: as good
+    assert found["1.shift"].shape == found.stderr["1.shift"].shape == (3,)

@@ -1,99 +1,115 @@
-"""When work is recorded, replayed, compared and given up; CUDA graphs themselves are tried by benchmarks/gpu_checks.py.
+"""When work is recorded, replayed, compared and given up; CUDA graphs themselves are tried by benchmarks/gpu.py."""
 
-The stand-in for a recorder does at once what is recorded, takes it back, and does it again when it is replayed.
-"""
-
-import copy
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.pullback.sums import DiagonalSums
 from neuromanifold.run import loop
 from neuromanifold.run.batches import Batch, Outputs
-from neuromanifold.run.replay import Replay
-from neuromanifold.run.step import Step
-from tests.run.test_contract import X, Y, network
+from neuromanifold.run.replay import Replay, _Recording
+from neuromanifold.run.step import Settings, Step
+from tests.run.graphs import Recorded, Recorder
+from tests.run.test_contract import X, Y
+from tests.run.test_contract import network as contract_network
 from tests.run.test_samplewise import assert_same
 
-
-@dataclass
-class Graph:
-    """Does what it is told to when it is replayed."""
-
-    replay: Callable[[], None] = lambda: None
+Runs = tuple[nm.DiagonalFisher, nm.DiagonalFisher]
 
 
-@dataclass
-class Recorder:
-    """Forward and the rest, in turns."""
-
-    step: Step
-    sums: DiagonalSums
-    fails: bool = False
-    made: list[Graph] = field(default_factory=list)
-
-    @contextmanager
-    def recording(self) -> Iterator[Graph]:
-        graph, kept = Graph(), [vars(self.sums), self.step.generator.get_state()]
-        kept[0] = copy.deepcopy({key: value for key, value in kept[0].items() if key != "_parameters"})
-        self.made.append(graph)
-        try:
-            yield graph
-            if self.fails:
-                raise RuntimeError("operation not permitted when stream is capturing")
-        finally:
-            vars(self.sums).update(kept[0])
-            self.step.generator.set_state(kept[1])
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
-class Watched(Replay):
-    """Replays by calling the step again on the recorded batch's memory."""
-
-    fails = False
-    last: "Watched"
-
-    def __init__(self, step: Step, sums: DiagonalSums) -> None:
-        super().__init__(step, sums, Recorder(step, sums, self.fails))
-        Watched.last = self
-
-    def _record(self, key: object, batch: Batch, number: int) -> None:
-        own: list[Batch] = []
-        forward = self._step.forward
-        self._step.forward = lambda batch, number: own.append(batch) or forward(batch, number)  # type: ignore
-        try:
-            super()._record(key, batch, number)
-        finally:
-            del self._step.forward
-        recording = self._recordings.get(key)
-        if recording is None:
-            return
-        held: list[Outputs] = []
-
-        def again() -> None:
-            held[:] = [self._step.forward(own[0], number)]
-            recording.outputs.logits.copy_(held[0].logits.detach())
-
-        def rest() -> None:
-            before = self._step.squares.passes
-            self._step.backward(held[0], number)
-            self._step.squares.passes = before
-
-        recording.forward.replay, recording.backward.replay = again, rest
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
-    monkeypatch.setattr(loop, "Replay", Watched)
-    monkeypatch.setattr(Watched, "fails", False)
-    return Watched
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[nm.DiagonalFisher, nm.DiagonalFisher]]:
+    """The same run without replays, and with them."""
+    monkeypatch.setattr(loop, "Replay", Recorded)
+
+    def run(model: nn.Module, data: list[Any]) -> tuple[nm.DiagonalFisher, nm.DiagonalFisher]:
+        def unchecked(z: Tensor) -> nm.Categorical:
+            return nm.Categorical(z, validate=False)
+
+        one, two = (nm.fisher_diagonal(model, data, nm.Hutchinson(), unchecked, replay=r) for r in (False, True))
+        return one, two
+
+    return run
+
+
+def assert_equal(found: nm.DiagonalFisher, expected: nm.DiagonalFisher) -> None:
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found.stderr[name], expected.stderr[name], msg=lambda t, n=name: f"{n} error: {t}")
+
+
+def test_the_stand_in_replays_as_a_graph_does(both):
+    expected, found = both(network(), list(inputs(12, 4, 3, 6)))
+    assert Recorded.last.replayed >= 5
+    assert_equal(found, expected)
+
+
+def test_recordings_follow_a_change_of_units(both):
+    """A recording has the unit of its time in it; after larger gradients its fourth powers are too large."""
+    small, large = list(0.01 * inputs(20, 4, 6)), inputs(3, 6) * 10
+    expected, found = both(nn.Linear(6, 3), [*small[:7], large, *small[7:]])
+    assert Recorded.last.replayed
+    assert_equal(found, expected)
+
+
+def test_recordings_add_to_sums_that_are_still_looked_at(both):
+    """With more than eight layouts of small parameters the sums move elsewhere, and recordings add to the old ones."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.heads = nn.Linear(6, 5), nn.ModuleList(nn.Linear(5, 3) for _ in range(10))
+
+        def forward(self, x: Tensor, task: int) -> Tensor:
+            out: Tensor = self.heads[task](self.trunk(x).tanh())
+            return out
+
+    tasks = [0] * 5 + list(range(1, 10)) + [0] * 6
+    data = [{"x": x, "task": task} for x, task in zip(inputs(len(tasks), 4, 6), tasks, strict=True)]
+    expected, found = both(Tasks(), data)
+    assert Recorded.last.replayed
+    assert_equal(found, expected)
+
+
+class ReadsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:
+        return g * min(1.0, 1e9 / g.abs().max().item())
+
+
+def test_a_recording_that_fails_leaves_nothing_behind(both):
+    """Gradients that small sums had taken by then are squared with the next batch; on a GPU they are garbage."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(ReadsBack.apply(self.first(x).tanh()))
+            return out
+
+    expected, found = both(Model(), list(inputs(8, 4, 6)))
+    assert not Recorded.last.replayed
+    assert_equal(found, expected)
 
 
 def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -101,77 +117,93 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [(X[end - size : end], Y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
-@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Empirical(), nm.Hutchinson(deflate=1), nm.MonteCarlo()], ids=repr)
+def unchecked(z: Tensor) -> nm.Categorical:
+    return nm.Categorical(z, validate=False)  # looking for NaN reads values back
+
+
+@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Empirical(), nm.Hutchinson(), nm.MonteCarlo()], ids=repr)
 @pytest.mark.parametrize("granularity", ["auto", "batch"])
-def test_a_replayed_run_is_the_same(estimator: nm.Estimator, granularity: str, watched: type[Watched]) -> None:
+def test_a_replayed_run_is_the_same(estimator: nm.Estimator, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if granularity == "batch" and not estimator.centred:
-        pytest.skip("refused")
+        granularity = "sample"
+    monkeypatch.setattr(loop, "Replay", Recorded)
     data = batches([4] * 12 + [3, 5])  # in the end, other shapes
-    model = network()
-    expected = nm.fisher_diagonal(model, data, estimator, granularity=granularity)
-    found = nm.fisher_diagonal(model, data, estimator, granularity=granularity, replay=True)
+    expected, found = (
+        nm.fisher_diagonal(contract_network(), data, estimator, unchecked, granularity=granularity, replay=replay)
+        for replay in (False, True)
+    )
     assert_same(found, expected)
     for name in expected:
         torch.testing.assert_close(found.stderr[name], expected.stderr[name])
     assert found.provenance.passes == expected.provenance.passes
-    assert watched.last.replayed == 10
+    assert Recorded.last.replayed >= 5
 
 
-def test_what_cannot_be_recorded_is_done_as_always(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "fails", True)
-    data, model = batches([4] * 10), network()
-    assert_same(nm.fisher_diagonal(model, data, nm.Exact(), replay=True), nm.fisher_diagonal(model, data, nm.Exact()))
-    assert watched.last.replayed == 0
-    assert len(watched.last._recorder.made) == 1  # and it is not tried again
+def test_a_model_that_depends_on_more_than_its_inputs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Replay", Recorded)
+    data, model = batches([4] * 16), contract_network()
+    expected = nm.fisher_diagonal(model, data, nm.Exact(), unchecked)
 
+    def right_before(number: int) -> Callable[..., bool]:
+        def judge(_: Replay, recording: _Recording) -> bool:
+            recording.compared = recording.replayed
+            return recording.replayed < number
 
-def test_a_model_that_depends_on_more_than_its_inputs_is_seen(
-    watched: type[Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, model = batches([4] * 16), network()
-    expected = nm.fisher_diagonal(model, data, nm.Exact())
+        return judge
+
     for wrong_at in (1, 2):  # before anything wrong has been added
-        monkeypatch.setattr(watched, "_is_right", lambda self, *_, wrong_at=wrong_at: self.replayed < wrong_at)
-        assert_same(nm.fisher_diagonal(model, data, nm.Exact(), replay=True), expected)
-    monkeypatch.setattr(watched, "_is_right", lambda self, *_: self.replayed < 8)
-    with pytest.raises(RuntimeError, match="replay=False"):
-        nm.fisher_diagonal(model, data, nm.Exact(), replay=True)
+        monkeypatch.setattr(Recorded, "_is_right", right_before(wrong_at))
+        assert_same(nm.fisher_diagonal(model, data, nm.Exact(), unchecked, replay=True), expected)
+    for wrong_at in (8, 13):  # the eighth, and the last one
+        monkeypatch.setattr(Recorded, "_is_right", right_before(wrong_at))
+        with pytest.raises(RuntimeError, match="replay=False"):
+            nm.fisher_diagonal(model, data, nm.Exact(), unchecked, replay=True)
 
 
 def test_recorded_logits_are_compared_with_the_models_own() -> None:
-    model = network()
-    step = Step(
-        model, dict(model.named_parameters()), _settings(), DiagonalSums(list(model.parameters()), False), X.device
-    )
-    replay = Replay(step, DiagonalSums([], False), Recorder(step, DiagonalSums([], False)))
-    logits = model(X[:4]).detach()
-    batch = Batch((X[:4],), {}, None)
-    kept = {"labels": None, "valid": None}
+    model, sums = contract_network(), DiagonalSums([], False)
+    settings = Settings(nm.Exact(), nm.Categorical)
+    step = Step(model, dict(model.named_parameters()), settings, sums, X.device)
+    replay, batch = Replay(step, sums, Recorder(step.generator)), Batch((X[:4],), {}, None)
 
     def judged(logits: Tensor) -> bool:
-        recording: Any = type("Recording", (), {"outputs": Outputs(logits, **kept)})
-        return replay._is_right(recording, batch)
+        return replay._is_right(_Recording(batch, Outputs(logits, None, None), None, 1, ([], []), None, None))
 
+    logits = model(X[:4]).detach()
     assert judged(logits)
-    assert judged(logits * (1 + 1e-15))
+    assert judged(logits * (1 + 1e-16))
     assert not judged(logits * 1.001)
     assert not judged(model(X[4:8]).detach())
 
 
-def _settings() -> Any:
-    from neuromanifold.run.step import Settings
-
-    return Settings(nm.Exact(), nm.Categorical)
-
-
-def test_models_with_hooks_are_not_recorded(watched: type[Watched]) -> None:
-    model, seen = network(), []
+def test_models_with_hooks_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Replay", Recorded)
+    model, seen = contract_network(), []
     model.register_forward_hook(lambda *_: seen.append(1))
-    nm.fisher_diagonal(model, batches([4] * 10), nm.Exact(), replay=True)
-    assert watched.last.replayed == 0
+    nm.fisher_diagonal(model, batches([4] * 10), nm.Exact(), unchecked, replay=True)
+    assert Recorded.last.replayed == 0
     assert len(seen) >= 10
 
 
+@pytest.mark.parametrize("odd", [object(), float, torch.ones(3).to_sparse(), [1, {2}]], ids=repr)
+def test_batches_with_odd_things_are_done_as_always(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Replay", Recorded)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, odd: Any) -> Tensor:
+            del odd
+            out: Tensor = self.last(x)
+            return out
+
+    data = [{"x": x, "odd": odd} for x in inputs(6, 4, 6)]
+    nm.fisher_diagonal(Model(), data, nm.Exact(), unchecked, replay=True)
+    assert Recorded.last.replayed == 0
+
+
 def test_without_a_gpu_replay_changes_nothing() -> None:
-    data, model = batches([4] * 6), network()
+    data, model = batches([4] * 6), contract_network()
     assert_same(nm.fisher_diagonal(model, data, replay=True), nm.fisher_diagonal(model, data), rtol=0)

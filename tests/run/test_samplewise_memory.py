@@ -181,3 +181,37 @@ def test_the_number_of_tensors_does_not_grow_with_the_data() -> None:
     with no_garbage_collector():
         count(2)
         assert count(3) == count(30)
+
+
+@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Hutchinson(probes=2), nm.MonteCarlo(4)], ids=repr)
+def test_activations_of_a_batch_are_gone_before_the_next(estimator):
+    """The loop's `outputs` holds the last graph while the next batch goes forward: twice the memory."""
+
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    boxes: list[weakref.ref[Box]] = []
+    alive: list[int] = []
+
+    def keep(value: Tensor) -> Box:
+        box = Box(value)
+        boxes.append(weakref.ref(box))
+        return box
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(box() is not None for box in boxes))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda box: box.value):
+                h = self.first(x)
+                squares = h * h
+            out: Tensor = self.last(squares)
+            return out
+
+    nm.fisher_diagonal(Model(), list(torch.ones(4, 3, 6)), estimator)
+    assert boxes
+    assert alive == [0] * len(alive)

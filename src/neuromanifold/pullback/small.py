@@ -45,10 +45,12 @@ class SmallSums:
     def __init__(self) -> None:
         self._waiting: dict[int, _Entry] = {}
         self._lines: dict[Layout, _Line] = {}
+        self.moves = 0
+        """How often sums have been given other memory."""
 
     def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
         """Take gradients of single samples with respect to parameter number i, [n, *shape]."""
-        entry = _Entry(values.float() if values.dtype.itemsize < 4 else values, scale, noise)
+        entry = _Entry(values, scale, noise)
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
@@ -74,11 +76,16 @@ class SmallSums:
             kept.squares += line.squares
             kept.fourths = line.fourths if kept.fourths is None else _plus(kept.fourths, line.fourths)
         if sum(len(layout) > 1 for layout in self._lines) > _LAYOUTS:  # each batch uses other parameters
+            self.moves += 1
             squares, fourths = self.squares(), self.fourths()
             self._lines = {
                 ((i, value.shape),): _Line(value.flatten(), fourths[i].flatten() if i in fourths else None)
                 for i, value in squares.items()
             }
+
+    def forget(self) -> None:
+        """Drop what has been taken and not yet added."""
+        self._waiting = {}
 
     def squares(self) -> dict[int, Tensor]:
         """Σ g² of each parameter that has come."""

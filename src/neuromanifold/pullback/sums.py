@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from neuromanifold.pullback.forms import Accumulators, Dense, Form
+from neuromanifold.pullback.forms import BOUND, Accumulators, Dense, Form
 from neuromanifold.pullback.small import LIMIT, SmallSums
 
 # On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
 _CHUNK = 2**18
 
 
-# Of so many samples all fourth powers are taken, then of one in so many.
+# Of so many samples all fourth powers are taken, then of one batch in so many.
 _ALL_OF, _ONE_IN = 128, 4
-_EARLY = 8  # batches in which gradients may still become much larger
+_EARLY = 8  # batches in which gradients may become much larger than before
 
 
 class Pass(NamedTuple):
@@ -38,12 +39,6 @@ class GradientSums(Protocol):
 
     waits: bool
     """Whether what several passes have in common may be added up first."""
-
-    replays: bool
-    """Whether all work on a batch stays on the device, so that it can be recorded once and repeated."""
-
-    weight: int
-    """What is done with this batch, as far as it differs from batch to batch."""
 
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take the gradients of one pass, of a batch as a whole; None stands for zero."""
@@ -68,7 +63,7 @@ class DiagonalSums:
     each parameter's first gradient; `noise` takes the unit out again.
     """
 
-    waits = replays = True
+    waits = True
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
         count = len(parameters)
@@ -79,8 +74,12 @@ class DiagonalSums:
         self._units = [0.0] * count
         self._small = SmallSums()
         self._sizes: dict[int, Tensor] = {}  # about how large gradients are now, to be looked at later
-        self._batches = self._samples = self._seen = 0  # how many batches, samples of the last one, and of all
-        self.weight = 1
+        self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
+        self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
+        self._takes = True  # fourth powers of this batch, also where they cost much
+        self._changes = 0  # of units
+        self.recording = False
+        """Whether work is being recorded, so that nothing can be read back."""
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -95,11 +94,11 @@ class DiagonalSums:
         if not self._keeps or not made_by.noise:
             torch._foreach_addcmul_(squares, values, values)
             return
-        if not all(self._units[i] for i in used) or self._looks_at_once(values[0].device):
-            sizes = torch.stack([size.double() for size in _sizes(values)]).tolist()
-            for i, size in zip(used, sizes, strict=True):
+        look = self._look(values[0].device)
+        if look == "now" or not all(self._units[i] for i in used):
+            for i, size in zip(used, _read(_sizes(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
-        elif self._is_rare:
+        elif look == "later":
             self._sizes.update(zip(used, _sizes(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
@@ -110,50 +109,68 @@ class DiagonalSums:
         if not form.samples or not self._parameters[i].numel():
             return
         if isinstance(form, Dense) and form.values.numel() <= LIMIT:
-            self._small.add(i, form.values, made_by.scale, made_by.sample_noise if self._keeps else 0.0)
+            noise = made_by.sample_noise if self._keeps else 0.0
+            self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
             return
         squares = self._square(i)
-        self._samples = form.samples
-        weight = (self.weight if form.thins else 1) if self._keeps and made_by.sample_noise else 0
-        if not weight:
+        self._seen[i] += form.samples
+        self._of_batch = form.samples
+        takes = self._takes or not form.thins or not self._taken[i]
+        if not (takes and self._keeps and made_by.sample_noise):
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
-        if not self._units[i] or self._looks_at_once(form.device):
+        self._taken[i] += form.samples
+        look = self._look(form.device)
+        if look == "now" or not self._units[i]:
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
-        elif self._is_rare:
+        elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
-        unit, noise = self._units[i] or 1.0, weight * made_by.sample_noise
-        fourths = self._fourth_powers(i)
-        form.add_squares(Accumulators(squares, fourths, unit, noise, made_by.scale))
+        unit, fourths = self._units[i] or 1.0, self._fourth_powers(i)
+        form.add_squares(Accumulators(squares, fourths, unit, made_by.sample_noise, made_by.scale))
 
-    @property
-    def _is_rare(self) -> bool:
-        """Whether to look if gradients have grown: in batch number 1, 2, 4, 8, ..., since reading back takes time."""
-        return self._batches & (self._batches + 1) == 0
+    def _look(self, device: torch.device) -> Literal["now", "later", "never"]:
+        """Whether to look if gradients have grown: in the first batches, then in number 16, 32, ...
 
-    def _looks_at_once(self, device: torch.device) -> bool:
-        """Whether to look before anything is added; on a GPU in the first batches only, and not while recording."""
-        if not self._is_rare or device.type != "cuda":
-            return self._is_rare
-        return self._batches < _EARLY and not torch.cuda.is_current_stream_capturing()
+        Reading values back makes a GPU wait: there, once the first batches are over, they are read after the batch.
+        """
+        early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
+        if self.recording or not (early or rare):
+            return "never"
+        return "now" if early or device.type != "cuda" else "later"
 
     def settle(self) -> None:
-        """Raise units, and decide how often the next batch's fourth powers count, where they cost much.
+        """Raise units, and decide whether the next batch's fourth powers are taken where they cost much.
 
-        An error bar need not be as exact as what it belongs to.  Of the first samples all count once; then one of every
-        four batches counts four times, the others not at all.  Which one is as good as random, so that nothing in the
-        order of the data goes with it.
+        An error bar need not be as exact as what it belongs to.  They are taken of the first samples, and then of one
+        of every four batches, at random, so that nothing in the order of the data goes with it.
         """
         for device in {size.device for size in self._sizes.values()}:
-            there = {i: size.double() for i, size in self._sizes.items() if size.device == device}
-            for i, size in zip(there, torch.stack(list(there.values())).tolist(), strict=True):
+            there = {i: size for i, size in self._sizes.items() if size.device == device}
+            for i, size in zip(there, _read(list(there.values())), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
-        self._seen += self._samples
+        self._samples += self._of_batch
         group, place = divmod(self._batches, _ONE_IN)
-        chosen = place == (2654435761 * (group + 1) >> 16) % _ONE_IN
-        self.weight = 1 if self._seen < _ALL_OF else _ONE_IN if chosen else 0
+        self._takes = self._samples < _ALL_OF or place == random.Random(group).randrange(_ONE_IN)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """All that differs from batch to batch in what is done with one, apart from its shapes."""
+        return self._takes, self._changes, self._small.moves
+
+    def tally(self) -> tuple[list[int], list[int]]:
+        """How many samples have been seen and taken of each parameter."""
+        return list(self._seen), list(self._taken)
+
+    def set_tally(self, tally: tuple[list[int], list[int]]) -> None:
+        """Go back to, or on to, other numbers."""
+        self._seen, self._taken = list(tally[0]), list(tally[1])
+
+    def forget(self) -> None:
+        """Drop what was taken of a batch that has not come to its end."""
+        self._small.forget()
+        self._sizes = {}
 
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow."""
@@ -161,6 +178,7 @@ class DiagonalSums:
         if unit > 16 * old:
             self._fourth_powers(i).mul_((old / unit) ** 4)
             self._units[i] = unit
+            self._changes += 1
 
     def _fourth_powers(self, i: int) -> Tensor:
         kept = self._fourths[i]
@@ -194,16 +212,25 @@ class DiagonalSums:
     def noise(self) -> list[Tensor]:
         """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded."""
         small, found = self._small.fourths(), []
-        for i, (parameter, fourth, unit) in enumerate(zip(self._parameters, self._fourths, self._units, strict=True)):
+        for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
             zeros = _zeros_like(parameter.new_empty(()))
-            if i not in small:
-                found.append(
-                    zeros.expand(parameter.shape) if fourth is None else fourth.sqrt().mul_((unit or 1.0) ** 2)
-                )
-                continue
-            total = small[i] if fourth is None else small[i] + fourth.double() * (unit or 1.0) ** 4
-            found.append(total.sqrt().to(zeros.dtype))
+            unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
+            if i in small:
+                total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
+                found.append(total.sqrt().to(zeros.dtype))
+            elif fourth is not None:
+                found.append(fourth.sqrt().mul_(math.sqrt(stands_for) * unit**2))
+            else:
+                found.append(zeros.expand(parameter.shape))
         return found
+
+
+def _read(sizes: list[Tensor]) -> list[float]:
+    """From a GPU at once, if it is one."""
+    if len({size.device for size in sizes}) > 1:
+        return [float(size) for size in sizes]
+    values: list[float] = torch.stack([size.double() for size in sizes]).tolist()
+    return values
 
 
 def _sizes(values: list[Tensor]) -> list[Tensor]:
@@ -238,6 +265,7 @@ def _add_at_once(
     products = torch._foreach_mul(values, values)
     torch._foreach_add_(squares, products)
     torch._foreach_mul_(products, factors)
+    torch._foreach_clamp_max_(products, BOUND)
     torch._foreach_addcmul_(fourths, products, products, value=noise)
 
 
@@ -250,5 +278,5 @@ def _add_in_chunks(
         for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
             product = g * g
             square.add_(product)
-            product.mul_(factors[i])
+            product.mul_(factors[i]).clamp_(max=BOUND)
             fourth.addcmul_(product, product, value=noise)

@@ -14,8 +14,7 @@ from neuromanifold.pullback.sums import Pass
 class TraceSums:
     """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
 
-    waits = replays = False
-    weight = 1
+    waits = False
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []  # passes of whole batches

@@ -11,7 +11,7 @@ from torch import Tensor
 from neuromanifold.core import Core
 from neuromanifold.estimators import Estimator
 from neuromanifold.run.batches import Outputs
-from neuromanifold.run.validation import LateValidation
+from neuromanifold.run.validation import Found, LateValidation
 
 
 class Cotangent(NamedTuple):
@@ -65,7 +65,7 @@ def _fused(
     sample_noise = estimator.pass_noise(core, alone=logits.ndim == 2)
     for i, (values, finite) in enumerate(estimator.fused(core, generator, valid)):
         if i == 0:
-            validation.look_later(finite.all(), lambda: _rows(logits, valid), number)
+            validation.look_later(Found(finite), number)
         yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)
 
 

@@ -52,22 +52,25 @@ def run(
     _check_model(model)
     device, counts = model_device(model), Counts()
     step = Step(model, parameters, settings, sums, device)
-    work = Replay(step, sums) if settings.replay else step
+    replay = Replay(step, sums) if settings.replay else None
     samples: int | Tensor = 0
     positions: int | Tensor = 0
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with current, unchanged(model), step.squares.attached():
         for item in tracked(data, settings.progress, "Fisher information"):
             batch = read_batch(item, counts.batches).to(device)
-            outputs = work(batch, counts.batches)
+            outputs = (replay or step)(batch, counts.batches)
             sums.settle()
             samples = samples + outputs.samples
             positions = positions + outputs.positions
             counts.batches += 1
             counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+            del outputs  # and with it all activations, before the next batch
             counts.stopped = enough(counts) if enough else ""
             if counts.stopped:
                 break
+        if replay is not None:
+            replay.finish()
     step.validation.finish()
     counts.samples, counts.positions = int(samples), int(positions)
     counts.passes, counts.ways = step.squares.passes, step.squares.ways()

@@ -5,8 +5,8 @@
     batches 4, ...  copied into the recorded batch's memory and replayed, if they have the same shapes
 
 A recording knows nothing of Python: a model that counts its calls, or reads the clock, would be replayed as it was.  So
-recorded logits are compared with the model's own in replays number 1, 2, 4, 8, ...  What cannot be recorded (values
-that are read back, other shapes, hooks of the user's) is done as always.
+recorded logits are compared with the model's own in replays number 1, 2, 4, 8, ... and in the last one.  What cannot be
+recorded (values that are read back, other shapes, hooks of the user's) is done as always.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.pullback.sums import GradientSums
+from neuromanifold.pullback.sums import DiagonalSums, GradientSums
 from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.step import Step
+from neuromanifold.run.validation import Found
 
 _BEFORE = 2  # batches of a kind that are done as always, before one is recorded
 _RECORDINGS = 8  # at most: each keeps a batch's activations
@@ -50,84 +52,112 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class _Recording(NamedTuple):
+@dataclass
+class _Recording:
     """The memory that a batch is copied into, what follows from it, and how."""
 
-    batch: list[Tensor]
+    batch: Batch
     outputs: Outputs
-    good: Tensor | None  # whether the outputs are finite
+    found: Found | None  # whether the outputs are good
     passes: int
+    tally: tuple[list[int], list[int]]  # samples that the sums count
     forward: Any
     backward: Any
+    replayed: int = 0
+    compared: int = 0  # the number of the replay whose logits have been compared last
 
 
 class Replay:
     """A step that replays itself where that is possible."""
 
     def __init__(self, step: Step, sums: GradientSums, recorder: Any = None) -> None:
-        self._step, self._sums = step, sums
-        self._wanted = sums.replays and (recorder is not None or step.device.type == "cuda") and _plain(step.model)
-        self._recorder = recorder
+        self._step, self._recorder = step, recorder
+        possible = (recorder is not None or step.device.type == "cuda") and _plain(step.model)
+        self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: not replayed (any more)
         self._times: dict[object, int] = {}
         self._recordings: dict[object, _Recording] = {}
         self.replayed = 0
 
     def __call__(self, batch: Batch, number: int) -> Outputs:
         """Replay if there is a recording of this kind of batch; make one if it is time to."""
-        key = (_signature(tuple(batch)), self._sums.weight)
-        if self._wanted and key not in self._recordings and self._times.get(key, 0) >= _BEFORE:
-            self._record(key, batch, number)
+        signature = None if self._sums is None else _signature(tuple(batch))
+        if self._sums is None or signature is None:
+            return self._step(batch, number)
+        key = signature, self._sums.variant
+        if key not in self._recordings and self._times.get(key, 0) >= _BEFORE:
+            self._record(key, batch, number, self._sums)
         recording = self._recordings.get(key)
-        if recording is None or not self._wanted:
+        if recording is None:
             self._times[key] = self._times.get(key, 0) + 1
             return self._step(batch, number)
-        return self._replay(recording, batch, number)
+        return self._replay(recording, batch, number, self._sums)
 
-    def _record(self, key: object, batch: Batch, number: int) -> None:
-        if len(self._recordings) >= _RECORDINGS:
+    def finish(self) -> None:
+        """Compare the last replays with the model, where that has not been done."""
+        for recording in self._recordings.values():
+            if recording.compared < recording.replayed and not self._is_right(recording):
+                self._complain("the last batches")
+
+    def _record(self, key: object, batch: Batch, number: int, sums: DiagonalSums) -> None:
+        current = {other: kept for other, kept in self._recordings.items() if other[1] == key[1]}  # type: ignore[index]
+        if len(current) >= _RECORDINGS:
             return
-        step, before = self._step, self._step.squares.passes
+        step, passes, tally = self._step, self._step.squares.passes, sums.tally()
         recorder = self._recorder = self._recorder or Recorder(step.generator)
         if not self._recordings:
             torch.cuda.empty_cache()  # recordings have memory of their own; what batches have used so far is given back
         own = Batch(*(_copied(part) for part in batch))
+        sums.recording = True
         try:
             with recorder.recording() as forward:
                 outputs = step.forward(own, number)
-            with recorder.recording() as backward, step.validation.postponed() as good:
+            with recorder.recording() as backward, step.validation.postponed() as found:
                 step.backward(outputs, number)
         except Exception:  # an operation that waits for the device, or that cannot be recorded
-            self._wanted = False
-            step.squares.passes = before
+            self._sums = None
+            sums.forget()
             return
-        passes, step.squares.passes = step.squares.passes - before, before
+        finally:
+            sums.recording = False
+            passes, step.squares.passes = step.squares.passes - passes, passes
+            counted = sums.tally()
+            sums.set_tally(tally)
+        more = tuple([b - a for a, b in zip(*pair, strict=True)] for pair in zip(tally, counted, strict=True))
         kept = outputs._replace(logits=outputs.logits.detach())
-        self._recordings[key] = _Recording(_tensors(tuple(own)), kept, good.get("good"), passes, forward, backward)
+        first = found[0] if found else None
+        self._recordings[key] = _Recording(own, kept, first, passes, (more[0], more[1]), forward, backward)
 
-    def _replay(self, recording: _Recording, batch: Batch, number: int) -> Outputs:
-        for own, new in zip(recording.batch, _tensors(tuple(batch)), strict=True):
+    def _replay(self, recording: _Recording, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
+        for own, new in zip(_tensors(tuple(recording.batch)), _tensors(tuple(batch)), strict=True):
             own.copy_(new, non_blocking=True)
         recording.forward.replay()
-        self.replayed += 1
-        if self.replayed & (self.replayed - 1) == 0 and not self._is_right(recording, batch):
-            if self.replayed > _BEFORE:
-                text = f"Batch {number} of `data`: the model does not compute what was recorded of it before; it may "
-                raise RuntimeError(text + "depend on more than its inputs. Use replay=False.")
-            self._wanted = False
+        recording.replayed += 1
+        if recording.replayed & (recording.replayed - 1) == 0 and not self._is_right(recording):
+            if recording.replayed > _BEFORE:
+                self._complain(f"batch {number}")
+            self._sums = None  # nothing of this batch has been added yet
             return self._step(batch, number)
         recording.backward.replay()
+        self.replayed += 1
         self._step.squares.passes += recording.passes
-        if recording.good is not None:
-            self._step.validation.look_later(recording.good.clone(), None, number)
+        both = zip(sums.tally(), recording.tally, strict=True)
+        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in both)
+        sums.set_tally((seen, taken))
+        if recording.found is not None:
+            self._step.validation.look_later(recording.found.clone(), number)
         return recording.outputs
 
     @torch.no_grad()
-    def _is_right(self, recording: _Recording, batch: Batch) -> bool:
+    def _is_right(self, recording: _Recording) -> bool:
         """Whether the recorded logits are the model's own, but for rounding."""
-        own, found = self._step.outputs(batch).logits, recording.outputs.logits
-        eps = torch.finfo(own.dtype).eps
+        recording.compared = recording.replayed
+        own, found = self._step.outputs(recording.batch).logits, recording.outputs.logits
         error, size = (float(torch.linalg.vector_norm(t.float())) for t in (own - found, own))
-        return error <= 16 * eps * size or math.isnan(error)  # NaN is another matter, and found elsewhere
+        return error <= 4 * torch.finfo(own.dtype).eps * size or math.isnan(error)  # NaN is found elsewhere
+
+    def _complain(self, where: str) -> None:
+        text = f"`data`, {where}: the model does not compute what was recorded of it before; it may depend on more "
+        raise RuntimeError(text + "than its inputs. Use replay=False.")
 
 
 def _plain(model: nn.Module) -> bool:
@@ -137,18 +167,15 @@ def _plain(model: nn.Module) -> bool:
 
 
 def _signature(value: Any) -> object:
-    """What must be the same for a replay: shapes and types of tensors, and everything else as it is."""
+    """What must be the same for a replay: shapes and types of tensors, all else as it is; None: cannot be replayed."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, dict):
-        return tuple((key, _signature(entry)) for key, entry in value.items())
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(_signature(entry) for entry in value)
-    try:
-        hash(value)
-    except TypeError:
-        return object()  # like nothing else: never replayed
-    return type(value), value
+        plain = value.layout == torch.strided and not value.is_nested
+        return (value.shape, value.stride(), value.dtype, value.device) if plain else None
+    if isinstance(value, (dict, tuple, list)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = tuple((key, _signature(entry)) for key, entry in pairs)
+        return None if any(part is None for _, part in parts) else (type(value), parts)
+    return (type(value), value) if isinstance(value, (str, bool, int, float, type(None))) else None
 
 
 def _copied(value: Any) -> Any:

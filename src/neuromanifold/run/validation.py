@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import message
+
+
+class Found(NamedTuple):
+    """What a search has found, still on the device."""
+
+    finite: Tensor  # [rows] bool
+    labels_fit: Tensor | None = None  # bool: whether all labels are classes
+    classes: int = 0
+
+    def clone(self) -> Found:
+        """With memory of its own."""
+        fit = None if self.labels_fit is None else self.labels_fit.clone()
+        return self._replace(finite=self.finite.clone(), labels_fit=fit)
+
+    def all_is_good(self) -> Tensor:
+        """One bool."""
+        finite = self.finite.all()
+        return finite if self.labels_fit is None else finite & self.labels_fit
 
 
 class LateValidation:
@@ -22,17 +41,16 @@ class LateValidation:
 
     def __init__(self, likelihood: Callable[[Tensor], Core]) -> None:
         self.likelihood = likelihood
-        self._waiting: tuple[Tensor, Callable[[], Tensor] | None, int] | None = None
-        self._postponed: dict[str, Tensor] | None = None
+        self._waiting: tuple[Tensor, Found, int] | None = None  # whether all is good, what was found, in which batch
+        self._postponed: list[Found] | None = None
 
     def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
         """The core of these outputs, of batch `number`; whether labels are classes is looked at later, on a GPU."""
         core = self.unchecked(rows, number)
         if core is None:
             return _named(number, lambda: self.likelihood(rows))
-        extreme = rows.amax(-1) if self.likelihood is Categorical and len(rows) else rows.sum(dtype=torch.float32)
-        good = torch.isfinite(extreme).all()
-        self.look_later(good if labels_fit is None else good & labels_fit, lambda: rows, number)
+        extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
+        self.look_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
 
     def unchecked(self, outputs: Tensor, number: int) -> Core | None:
@@ -42,20 +60,20 @@ class LateValidation:
         return _named(number, lambda: self.likelihood(outputs, validate=False))  # type: ignore[call-arg]
 
     @contextmanager
-    def postponed(self) -> Iterator[dict[str, Tensor]]:
-        """While work is recorded, nothing is looked at; what was found is given out, under "good"."""
-        self._postponed = {}
+    def postponed(self) -> Iterator[list[Found]]:
+        """While work is recorded, nothing is looked at; what would have been is given out."""
+        self._postponed = []
         try:
             yield self._postponed
         finally:
             self._postponed = None
 
-    def look_later(self, good: Tensor, rows: Callable[[], Tensor] | None, number: int) -> None:
-        """Remember what a search found, and what to search again for a message if it was not good."""
+    def look_later(self, found: Found, number: int) -> None:
+        """Remember what a search found; look at what was found in the batch before."""
         if self._postponed is not None:
-            self._postponed["good"] = good
+            self._postponed.append(found)
             return
-        before, self._waiting = self._waiting, (good, rows, number)
+        before, self._waiting = self._waiting, (found.all_is_good(), found, number)
         self._look_at(before)
 
     def finish(self) -> None:
@@ -63,16 +81,20 @@ class LateValidation:
         before, self._waiting = self._waiting, None
         self._look_at(before)
 
-    def _look_at(self, batch: tuple[Tensor, Callable[[], Tensor] | None, int] | None) -> None:
+    def _look_at(self, batch: tuple[Tensor, Found, int] | None) -> None:
         if batch is None or bool(batch[0]):
             return
-        _, rows, number = batch
-        if rows is None:
-            advice = "Look for overflow in half precision or a bad input."
-            raise ValueError(f"Batch {number} of `data`: " + message("logits", "finite", "NaN or infinity", advice))
-        core = _named(number, lambda: self.likelihood(rows()))  # the outputs are good, hence
-        got = "others; drop ignored positions (such as -100) first"
-        raise ValueError(f"Batch {number} of `data`: " + message("labels", f"between 0 and {core.dim - 1}", got))
+        _, (finite, labels_fit, classes), number = batch
+        if labels_fit is not None and not bool(labels_fit):
+            got = "others; drop ignored positions (such as -100) first"
+            raise ValueError(f"Batch {number} of `data`: " + message("labels", f"between 0 and {classes - 1}", got))
+        bad = (~finite).flatten()
+        got = f"NaN or infinity at index {[int(bad.nonzero()[0])]}"
+        advice = (
+            f"{int(bad.sum())} of {bad.numel()} rows are affected; look for overflow in half precision or a bad input."
+        )
+        expected = "free of NaN and +inf, with a possible class in each row"
+        raise ValueError(f"Batch {number} of `data`: " + message("logits", expected, got, advice))
 
 
 def _named(number: int, make: Callable[[], Core]) -> Core:

@@ -13,12 +13,13 @@ Letters: n sample, t position, o/i out/in features.
 
 from __future__ import annotations
 
-from neuromanifold.pullback.forms.base import Accumulators, Dense, Form, root_mean_square, row_limit, tile_size
+from neuromanifold.pullback.forms.base import BOUND, Accumulators, Dense, Form, root_mean_square, row_limit, tile_size
 from neuromanifold.pullback.forms.products import Product, SquaredProduct
 from neuromanifold.pullback.forms.rows import Rows
 from neuromanifold.pullback.forms.totals import Sum, add
 
 __all__ = [
+    "BOUND",
     "Accumulators",
     "Dense",
     "Form",

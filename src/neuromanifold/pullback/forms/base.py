@@ -10,9 +10,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import message
+
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+
+
+BOUND = 2.0**60
+"""Of squares in the unit of the fourth powers, whose sum would overflow otherwise."""
 
 
 class Accumulators(NamedTuple):
@@ -52,13 +58,13 @@ class Accumulators(NamedTuple):
             one = gradients[0]
             self.squares.addcmul_(one, one, value=self.unit**2)
             if self.fourths is not None:
-                one.mul_(one)
+                one.mul_(one).clamp_(max=BOUND)
                 self.fourths.addcmul_(one, one, value=self.weight)
             return
         squares = gradients.mul_(gradients)
         self.squares.add_(squares.sum(0), alpha=self.unit**2)
         if self.fourths is not None:
-            self.fourths.add_(squares.mul_(squares).sum(0), alpha=self.weight)
+            self.fourths.add_(squares.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
 
 
 class Form(ABC):
@@ -128,6 +134,16 @@ class Dense(Form):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """A part of them."""
         return self.values[start:stop].to(dtype, copy=True)
+
+    def values_for(self, parameter: Tensor) -> Tensor:
+        """In the parameter's shape, and in float32, or float64 if it has that."""
+        if self.shape.numel() != parameter.shape.numel():
+            got = f"{list(self.shape)} for each sample"
+            advice = "A rule's Dense has the samples first, then the parameter's shape."
+            raise ValueError(message("gradients", f"of the parameter's shape {list(parameter.shape)}", got, advice))
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        values = self.values if self.shape == parameter.shape else self.values.reshape(self.samples, *parameter.shape)
+        return values if values.dtype == dtype else values.to(dtype)
 
     def magnitude(self) -> Tensor:
         """Their root mean square."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.pullback import kernels
-from neuromanifold.pullback.forms.base import Accumulators, Form, root_mean_square, row_limit, tile_size
+from neuromanifold.pullback.forms.base import BOUND, Accumulators, Form, root_mean_square, row_limit, tile_size
 
 
 @dataclass
@@ -169,7 +169,7 @@ class SquaredProduct(Form):
     def add_squares(self, to: Accumulators) -> None:
         """One product."""
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
-        add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape)._replace(weight=1.0))
+        add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
 
 
 def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:
@@ -177,7 +177,7 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, t
     right2 = right.square()
     to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
     if to.fourths is not None:
-        left4 = left2.square() if left4 is None else left4
+        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
         to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
 
 

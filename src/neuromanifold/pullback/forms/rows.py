@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.pullback import kernels
-from neuromanifold.pullback.forms.base import Accumulators, Form, root_mean_square
+from neuromanifold.pullback.forms.base import BOUND, Accumulators, Form, root_mean_square
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Rows(Form):
         squares = sums.mul_(to.factor).square_()
         to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
         if to.fourths is not None:
-            to.fourths.index_add_(0, rows, squares.square_(), alpha=to.weight)
+            to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """Of the rows that a sample has."""

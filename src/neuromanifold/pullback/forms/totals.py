@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.pullback import kernels
-from neuromanifold.pullback.forms.base import Accumulators, Dense, Form
+from neuromanifold.pullback.forms.base import BOUND, Accumulators, Dense, Form
 from neuromanifold.pullback.forms.products import Product
 from neuromanifold.pullback.forms.rows import Rows
 
@@ -62,7 +62,7 @@ class Tied(Sum):
         squares = gradients.mul_(to.factor).masked_fill_(again[..., None], 0.0).square_().flatten(0, 1)
         to.squares.index_add_(0, ids.flatten(), squares, alpha=to.unit**2)
         if to.fourths is not None:
-            to.fourths.index_add_(0, ids.flatten(), squares.square_(), alpha=to.weight)
+            to.fourths.index_add_(0, ids.flatten(), squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 
 
 def add(forms: Sequence[Form]) -> Form:

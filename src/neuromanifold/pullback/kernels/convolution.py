@@ -305,6 +305,7 @@ def _squares(
             value = value * value
             sums += value
             if FOURTHS:
+                value = tl.minimum(value, 2.0**60)
                 sums4 += value * value
             acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
         j = tl.where(last, 0, j + 1)

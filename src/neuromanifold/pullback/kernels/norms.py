@@ -25,8 +25,12 @@ def _features(
     end = tl.minimum((part + 1) * each, T)
     for first in range(part * each, end, ROWS):
         mask = (first + t < end)[:, None] & (d < D)[None, :]
-        a = tl.load(x + n * x_n + (first + t)[:, None] * x_t + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(g + n * g_n + (first + t)[:, None] * g_t + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(x + n * x_n + (first + t).to(tl.int64)[:, None] * x_t + d[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        b = tl.load(g + n * g_n + (first + t).to(tl.int64)[:, None] * g_t + d[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         if CENTRED:
             a = tl.where(mask, a - (tl.sum(a, axis=1) / D)[:, None], 0.0)
         a = a * tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]

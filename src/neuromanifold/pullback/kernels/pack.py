@@ -37,7 +37,7 @@ def _pack(values, packed, scales, T, C, v_n, v_t, GROUPS, GROUP: tl.constexpr, P
     largest = tl.zeros((POSITIONS, GROUP), tl.float32)
     for first in range(0, T, POSITIONS):
         mask = (first + t < T)[:, None] & inside
-        v = tl.load(values + n * v_n + (first + t)[:, None] * v_t + c[None, :], mask=mask, other=0.0)
+        v = tl.load(values + n * v_n + (first + t).to(tl.int64)[:, None] * v_t + c[None, :], mask=mask, other=0.0)
         largest = tl.maximum(largest, tl.abs(v))
     size = tl.max(tl.max(largest, axis=0), axis=0)
     exponent = (size.to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2(size))
@@ -47,7 +47,7 @@ def _pack(values, packed, scales, T, C, v_n, v_t, GROUPS, GROUP: tl.constexpr, P
     tl.store(scales + n * GROUPS + group, down)
     for first in range(0, T, POSITIONS):
         mask = (first + t < T)[:, None] & inside
-        v = tl.load(values + n * v_n + (first + t)[:, None] * v_t + c[None, :], mask=mask, other=0.0)
+        v = tl.load(values + n * v_n + (first + t).to(tl.int64)[:, None] * v_t + c[None, :], mask=mask, other=0.0)
         tl.store(packed + (n * T + first + t)[:, None] * C + c[None, :], (v * up).to(tl.float16), mask=mask)
 
 

@@ -71,9 +71,15 @@ SINGLE_FOURTHS = (Choice(math.inf, math.inf, Config(64, 64, 32, 4, 3, 3)),)
 
 
 @triton.jit
-def _tile(pointer, offset, first, t, columns, T, SIZE, t_stride, EVEN_T: tl.constexpr, EVEN: tl.constexpr):
-    """[positions, columns] of one sample; zero outside."""
-    at = pointer + offset + (first + t)[:, None] * t_stride + columns[None, :]
+def _tile(
+    pointer, offset, first, t, columns, T, SIZE, t_stride,
+    EVEN_T: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """[positions, columns] of one sample; zero outside.  FAR: a position times its stride needs 64 bits."""
+    position = first + t
+    if FAR:
+        position = position.to(tl.int64)
+    at = pointer + offset + position[:, None] * t_stride + columns[None, :]
     if EVEN_T and EVEN:
         return tl.load(at)
     if EVEN_T:
@@ -106,7 +112,7 @@ def _squares(
     N, T, OUT, IN, l_n, l_t, r_n, r_t, each, square_factor, fourth_factor, factor,
     OUTS: tl.constexpr, INS: tl.constexpr, POSITIONS: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr,
-    FOURTHS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr,
+    FOURTHS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """One tile of the parameter, some of the samples.  STEPS: tiles of positions if they are few, else 0."""
     tiles_i = tl.cdiv(IN, INS)
@@ -122,8 +128,8 @@ def _squares(
         for n in tl.range(begin, end, num_stages=STAGES):
             acc = tl.zeros((OUTS, INS), tl.float32)
             for step in tl.static_range(STEPS):
-                x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, OUT, l_t, EVEN_T, EVEN_O)
-                y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, IN, r_t, EVEN_T, EVEN_I)
+                x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, OUT, l_t, EVEN_T, EVEN_O, FAR)
+                y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, IN, r_t, EVEN_T, EVEN_I, FAR)
                 acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
             acc = _scaled(
                 acc, n, o, left_scales, right_scales, skip, OUT, IN, l_group, r_group, factor,
@@ -132,6 +138,7 @@ def _squares(
             acc = acc * acc
             sums2 += acc
             if FOURTHS:
+                acc = tl.minimum(acc, 2.0**60)
                 sums4 += acc * acc
     else:
         steps = tl.cdiv(T, POSITIONS)
@@ -139,8 +146,8 @@ def _squares(
         for s in tl.range(begin * steps, end * steps, num_stages=STAGES):
             n = s // steps
             step = s - n * steps
-            x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, OUT, l_t, EVEN_T, EVEN_O)
-            y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, IN, r_t, EVEN_T, EVEN_I)
+            x = _tile(left, tl.cast(n, tl.int64) * l_n, step * POSITIONS, t, o, T, OUT, l_t, EVEN_T, EVEN_O, FAR)
+            y = _tile(right, tl.cast(n, tl.int64) * r_n, step * POSITIONS, t, i, T, IN, r_t, EVEN_T, EVEN_I, FAR)
             acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
             if step == steps - 1:
                 c = _scaled(
@@ -150,6 +157,7 @@ def _squares(
                 c = c * c
                 sums2 += c
                 if FOURTHS:
+                    c = tl.minimum(c, 2.0**60)
                     sums4 += c * c
                 acc = tl.zeros((OUTS, INS), tl.float32)
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
@@ -201,7 +209,7 @@ def add_squares_of_products(
     a, b, f = factors
     _squares[grid](
         x, y, x_scales, y_scales, skip, *targets, n, t, o, i, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
-        each, a if fourths is not None else a * f * f, b, f, **options,
+        each, a if fourths is not None else a * f * f, b, f, FAR=t * max(x.stride(1), y.stride(1)) >= 2**31, **options,
     )  # fmt: skip
     if options["ENDING"] == "apart":
         for total, apart in ((squares, targets[0]), (fourths, targets[1])):

@@ -31,18 +31,19 @@ def _rows(
         same = tl.load(ids + n * T + first + t, mask=first + t < own, other=-1) == row
         before += same.to(tl.int32)
     if tl.sum(before, axis=0) == 0:
-        acc = tl.load(values + n * v_n + own * v_t + d, mask=d < D, other=0.0).to(tl.float32)
+        acc = tl.load(values + n * v_n + own.to(tl.int64) * v_t + d, mask=d < D, other=0.0).to(tl.float32)
         for first in range((own + 1) // POSITIONS * POSITIONS, T, POSITIONS):
             here = (first + t > own) & (first + t < T)
             same = tl.load(ids + n * T + first + t, mask=here, other=-1) == row
             if tl.sum(same.to(tl.int32), axis=0) > 0:
-                at = values + n * v_n + (first + t)[:, None] * v_t + d[None, :]
+                at = values + n * v_n + (first + t).to(tl.int64)[:, None] * v_t + d[None, :]
                 tile = tl.load(at, mask=same[:, None] & (d < D)[None, :], other=0.0)
                 acc += tl.sum(tile.to(tl.float32), axis=0)
         acc = acc * factor
         acc = acc * acc
         tl.atomic_add(squares + row * D + d, acc * square_factor, mask=d < D, sem="relaxed")
         if FOURTHS:
+            acc = tl.minimum(acc, 2.0**60)
             tl.atomic_add(fourths + row * D + d, acc * acc * fourth_factor, mask=d < D, sem="relaxed")
 
 

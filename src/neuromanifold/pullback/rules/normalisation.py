@@ -32,7 +32,8 @@ def rms_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.RMSNorm)
     if len(module.normalized_shape) == 1 and _suits_kernel(call):
-        return _by_kernel(call, torch.finfo(call.x.dtype).eps if module.eps is None else module.eps, centred=False)
+        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's own, in half precision too
+        return _by_kernel(call, eps, centred=False)
     over = len(module.normalized_shape)
 
     def normalised() -> Tensor:
@@ -71,7 +72,8 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
     if mean is not None and variance is not None and kernels.suit(call.x, call.g, mean, variance):
         from neuromanifold.pullback.kernels.norms import channel_norm_sums  # needs Triton
 
-        x, g = (values.contiguous().flatten(2) if values.ndim > 2 else values[..., None] for values in (call.x, call.g))
+        x, g = (values.contiguous() for values in (call.x, call.g))
+        x, g = (values.flatten(2) if values.ndim > 2 else values[..., None] for values in (x, g))
         return _wanted(call, *channel_norm_sums(x, g, mean, variance, module.eps))
 
     def normalised() -> Tensor:

@@ -51,8 +51,7 @@ def shared(layer: nn.Module, given: Inputs) -> Tensor:
 class Kept:
     """Keeps what the driver would square."""
 
-    waits = replays = False
-    weight = 1
+    waits = False
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}

@@ -1,0 +1,71 @@
+"""Error bars from some of the fourth powers are those from all of them, and finite whatever the data do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuromanifold as nm
+from neuromanifold.pullback import sums as sums_module
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def variance(fim: nm.DiagonalFisher) -> float:
+    return sum(float(fim.stderr[name].double().square().sum()) for name in fim if name.endswith("weight"))
+
+
+def thinned_over_full(
+    monkeypatch: pytest.MonkeyPatch, data: list[Tensor], estimator: nm.Estimator, **options: Any
+) -> float:
+    """The estimated variance, over that from all fourth powers of the same gradients."""
+    found = nm.fisher_diagonal(network(), data, estimator, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(sums_module, "_ALL_OF", 10**9)
+        full = nm.fisher_diagonal(network(), data[: found.provenance.batches], estimator)
+    return variance(found) / variance(full)
+
+
+@pytest.mark.parametrize(
+    "estimator", [nm.Hutchinson(probes=3), nm.Hutchinson(probes=3, orthogonal=False), nm.MonteCarlo(4)], ids=repr
+)
+def test_error_bars_of_several_probes_count_thinned_batches_fully(estimator, monkeypatch):
+    """SquaredProduct.add_squares drops the weight 4 of a batch that stands for four: the variance is a quarter."""
+    data = list(inputs(40, 64, 6))
+    assert thinned_over_full(monkeypatch, data, estimator) == pytest.approx(1, rel=0.3)
+
+
+@pytest.mark.parametrize(("size", "batches"), [(64, 3), (128, 2), (256, 2), (256, 3), (1000, 3)])
+def test_error_bars_of_a_few_large_batches_are_not_too_small(size, batches, monkeypatch):
+    """The first batch counts once, for itself; the second and the third not at all, and nothing for them."""
+    data = list(inputs(batches, size, 6))
+    assert 0.8 < thinned_over_full(monkeypatch, data, nm.Hutchinson()) < 1.5
+
+
+def test_a_run_does_not_stop_because_a_batch_was_left_out_of_the_error(monkeypatch):
+    data = list(inputs(16, 256, 6))
+    first = nm.fisher_diagonal(network(), data[:1], nm.Hutchinson(), parameters="*.weight").relative_error
+    wanted = {"rtol": first / 2.2, "parameters": "*.weight"}  # some five batches
+    assert thinned_over_full(monkeypatch, data, nm.Hutchinson(), **wanted) > 0.7
+
+
+@pytest.mark.parametrize("granularity", ["auto", "batch"])
+@pytest.mark.parametrize("first", [2, 5])
+def test_error_bars_stay_finite_if_the_first_batches_are_saturated(granularity, first):
+    """Units are those of their tiny gradients; fourth powers of the next ones overflow unless it is a rare batch."""
+    model = nn.Linear(6, 3)
+    with torch.no_grad():
+        model.weight.zero_()[0, 0] = 1.0
+        model.bias.zero_()
+    sure, unsure = inputs(4, 6), inputs(4, 6, seed=1)
+    sure[:, 0], unsure[:, 0] = 60.0, 0.0
+    found = nm.fisher_diagonal(model, [sure] * first + [unsure] * 4, nm.Hutchinson(), granularity=granularity)
+    assert all(bool(value.isfinite().all()) for value in found.stderr.values())
