@@ -67,6 +67,29 @@ class Recorder:
             graph.take_back()
             self.generator.set_state(state)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[list[str]]:
+        """As torch warns of what waits for the device."""
+        noted: list[str] = []
+        with Watch(noted):
+            yield noted
+
+    def recover(self) -> None:
+        """Nothing to do."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes what reads values back."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.noted.append(str(func))
+        return func(*args, **(kwargs or {}))
+
 
 class Recorded(Replay):
     last: "Recorded"

@@ -95,7 +95,7 @@ class DiagonalSums:
             torch._foreach_addcmul_(squares, values, values)
             return
         look = self._look(values[0].device)
-        if look == "now" or not all(self._units[i] for i in used):
+        if look == "now" or not (self.recording or all(self._units[i] for i in used)):
             for i, size in zip(used, _read(_sizes(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
@@ -121,7 +121,7 @@ class DiagonalSums:
             return
         self._taken[i] += form.samples
         look = self._look(form.device)
-        if look == "now" or not self._units[i]:
+        if look == "now" or not (self.recording or self._units[i]):
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale

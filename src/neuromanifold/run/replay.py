@@ -1,6 +1,7 @@
 """Recording the work on a batch once and replaying it, since on a fast GPU launching operations may take longest.
 
-    batches 1, 2    as always; whatever is found out or compiled only once is done by then
+    batch 1         as always; whatever is found out or compiled only once is done by then
+    batch 2         a rehearsal: done as well, and watched for anything that waits for the device
     batch 3         recorded as two CUDA graphs, forward and the rest, then replayed
     batches 4, ...  copied into the recorded batch's memory and replayed, if they have the same shapes
 
@@ -12,8 +13,9 @@ recorded (values that are read back, other shapes, hooks of the user's) is done 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.step import Step
 from neuromanifold.run.validation import Found
 
-_BEFORE = 2  # batches of a kind that are done as always, before one is recorded
+_BEFORE = 2  # batches of a kind that are done, and rehearsed, before one is recorded
 _RECORDINGS = 8  # at most: each keeps a batch's activations
 
 
@@ -50,6 +52,30 @@ class Recorder:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[list[str]]:
+        """What waits for the device inside is noted in the list: it could not be recorded."""
+        noted: list[str] = []
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield noted
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        for one in caught:
+            if "synchronizing" in str(one.message):
+                noted.append(str(one.message))
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+    def recover(self) -> None:
+        """After a recording that has failed: torch ends its bookkeeping, of random numbers too, with another one."""
+        torch.cuda.synchronize()
+        with suppress(RuntimeError), self.recording():
+            torch.zeros(1, device=self._generator.device)
 
 
 @dataclass
@@ -89,7 +115,8 @@ class Replay:
         recording = self._recordings.get(key)
         if recording is None:
             self._times[key] = self._times.get(key, 0) + 1
-            return self._step(batch, number)
+            rehearses = self._times[key] == _BEFORE
+            return self._rehearse(batch, number, self._sums) if rehearses else self._step(batch, number)
         return self._replay(recording, batch, number, self._sums)
 
     def finish(self) -> None:
@@ -98,12 +125,31 @@ class Replay:
             if recording.compared < recording.replayed and not self._is_right(recording):
                 self._complain("the last batches")
 
+    @property
+    def _tape(self) -> Any:
+        self._recorder = self._recorder or Recorder(self._step.generator)
+        return self._recorder
+
+    def _rehearse(self, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
+        """As always, but for what is read back between passes; a model that waits for the device is not recorded."""
+        sums.recording = True
+        try:
+            with self._tape.rehearsal() as noted, self._step.validation.postponed() as found:
+                outputs = self._step(batch, number)
+        finally:
+            sums.recording = False
+        if found:
+            self._step.validation.look_later(found[0], number)
+        if noted:
+            self._sums = None
+        return outputs
+
     def _record(self, key: object, batch: Batch, number: int, sums: DiagonalSums) -> None:
         current = {other: kept for other, kept in self._recordings.items() if other[1] == key[1]}  # type: ignore[index]
         if len(current) >= _RECORDINGS:
             return
         step, passes, tally = self._step, self._step.squares.passes, sums.tally()
-        recorder = self._recorder = self._recorder or Recorder(step.generator)
+        recorder = self._tape
         if not self._recordings:
             torch.cuda.empty_cache()  # recordings have memory of their own; what batches have used so far is given back
         own = Batch(*(_copied(part) for part in batch))
@@ -116,6 +162,7 @@ class Replay:
         except Exception:  # an operation that waits for the device, or that cannot be recorded
             self._sums = None
             sums.forget()
+            recorder.recover()
             return
         finally:
             sums.recording = False
