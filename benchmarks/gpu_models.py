@@ -155,10 +155,27 @@ def _task(architecture: Architecture, size: Size, times: int, device: torch.devi
         if small:
             _randomise(model)
         inputs = architecture.inputs(size, model)
+        if not small:
+            _calibrate(model, inputs)
         if small and not architecture.words:
             _temper(model, inputs, size.classes)
         shape = (size.samples, size.length) if architecture.words else (size.samples,)
         return Task(model, inputs, torch.randint(0, size.classes, shape), size.classes)
+
+
+@torch.no_grad()
+def _calibrate(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Statistics of BatchNorm from the data: with those of a fresh model, deep networks have gradients near zero."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.train()
+        norm.momentum = 1.0
+    if norms:
+        logits(model, {key: value[:16] for key, value in inputs.items()})
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.eval()
+        norm.momentum = momentum
 
 
 @torch.no_grad()

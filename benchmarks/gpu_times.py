@@ -173,7 +173,7 @@ def take_turns(session: Session, title: str, task: Task, functions: Works) -> di
     if "plain" in failed:
         return failed
     one = _seconds(session, task, functions["plain"], 4) / 4
-    batches = 1 if session.options.quick else max(2, math.ceil(SECONDS / 2 / one))
+    batches = 1 if session.options.quick else max(4, math.ceil(SECONDS / 2 / one))
     count = {name: 1 if slow[name] else batches for name in turns}
     if REPLAYED in count and not session.options.quick:
         count[REPLAYED], turns[REPLAYED] = max(WARM, batches), 1

@@ -185,7 +185,7 @@ def main() -> None:
     if options.quick or options.only:
         print(text)  # a part of the result does not replace it
     else:
-        keep("samplewise-cpu", text)
+        keep("samplewise-cpu-ours" if options.skip_others else "samplewise-cpu", text)
 
 
 if __name__ == "__main__":

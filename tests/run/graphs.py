@@ -74,6 +74,11 @@ class Recorder:
         with Watch(noted):
             yield noted
 
+    @contextmanager
+    def pretended(self) -> Iterator[None]:
+        """Nothing to do."""
+        yield
+
     def recover(self) -> None:
         """Nothing to do."""
 

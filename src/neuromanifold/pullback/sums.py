@@ -131,12 +131,12 @@ class DiagonalSums:
     def _look(self, device: torch.device) -> Literal["now", "later", "never"]:
         """Whether to look if gradients have grown: in the first batches, then in number 16, 32, ...
 
-        Reading values back makes a GPU wait: there, once the first batches are over, they are read after the batch.
+        Reading values back makes a GPU wait: there they are read after the batch, all together.
         """
         early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
         if self.recording or not (early or rare):
             return "never"
-        return "now" if early or device.type != "cuda" else "later"
+        return "later" if device.type == "cuda" else "now"
 
     def settle(self) -> None:
         """Raise units, and decide whether the next batch's fourth powers are taken where they cost much.
@@ -254,8 +254,8 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 
 
 def _power_of_two_near(rms: float) -> float:
-    """A unit for fourth powers; 0 while the gradient is zero."""
-    return 2.0 ** round(math.log2(rms)) if 0 < rms < math.inf else 0.0
+    """A unit for fourth powers, whose fourth power is a float32's, too; 0 while the gradient is zero."""
+    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
 
 
 def _add_at_once(
