@@ -207,3 +207,8 @@ def test_batches_with_odd_things_are_done_as_always(odd: Any, monkeypatch: pytes
 def test_without_a_gpu_replay_changes_nothing() -> None:
     data, model = batches([4] * 6), contract_network()
     assert_same(nm.fisher_diagonal(model, data, replay=True), nm.fisher_diagonal(model, data), rtol=0)
+
+
+def test_replay_is_a_yes_or_a_no() -> None:
+    with pytest.raises(TypeError, match="`replay` must be True or False"):
+        nm.fisher_diagonal(contract_network(), batches([4]), replay="always")  # type: ignore[arg-type]

@@ -69,7 +69,9 @@ def fisher_diagonal(
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
     chosen = select_parameters(model, parameters)
     settings = _settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
-    settings = dataclasses.replace(settings, replay=bool(replay))
+    if not isinstance(replay, bool):
+        raise TypeError(message("replay", "True or False", repr(replay)))
+    settings = dataclasses.replace(settings, replay=replay)
     view = check_reduction(reduction)
     sums = DiagonalSums(list(chosen.values()), fourth_powers=estimator.noise_factor > 0)
     counts = run(model, data, chosen, settings, sums, _stop_at(rtol, sums, estimator))

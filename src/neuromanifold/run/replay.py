@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from neuromanifold.pullback.sums import DiagonalSums, GradientSums
 from neuromanifold.run.batches import Batch, Outputs
@@ -238,19 +239,8 @@ def _signature(value: Any) -> object:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_copied(entry) for entry in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_copied(entry) for entry in value)
-    return value
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
