@@ -103,3 +103,10 @@ def test_error_bars_are_those_of_the_torch_path(name: str, monkeypatch: pytest.M
         torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-6 * float(expected[key].max()))
         errors = expected.stderr[key]
         torch.testing.assert_close(found.stderr[key], errors, rtol=1e-4, atol=1e-6 * float(errors.max()))
+
+
+def test_a_wrong_wish_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "off")
+    kernels._capable.cache_clear()
+    with pytest.raises(ValueError, match="`NEUROMANIFOLD_KERNELS` must be 0, 1 or interpret, got 'off'"):
+        _run(*_case("text"), nm.Exact())

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import message
+
 
 class Probe(NamedTuple):
     """A cotangent for every row, and which rows could be evaluated."""
@@ -21,19 +23,26 @@ class Probe(NamedTuple):
 def usable(tensor: Tensor) -> bool:
     """Whether kernels can take this tensor: on a GPU with Triton, in single or half precision."""
     return (
-        tensor.is_cuda
-        and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and _works(tensor.get_device())
+        tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and works(tensor.get_device())
     )
 
 
+def wish() -> str:
+    """NEUROMANIFOLD_KERNELS: 1, 0 to leave everything to torch, or interpret (on a CPU, slow, for tests)."""
+    value = os.environ.get("NEUROMANIFOLD_KERNELS", "1")
+    if value not in ("0", "1", "interpret"):
+        raise ValueError(
+            message("NEUROMANIFOLD_KERNELS", "0, 1 or interpret", repr(value), "It is read from the environment.")
+        )
+    return value
+
+
 @cache
-def _works(index: int) -> bool:
-    """Not before Volta, nor where NEUROMANIFOLD_KERNELS=0 leaves everything to torch, nor in Triton's interpreter."""
-    unwanted = os.environ.get("NEUROMANIFOLD_KERNELS") == "0" or os.environ.get("TRITON_INTERPRET") == "1"
-    if unwanted or find_spec("triton") is None:
+def works(index: int) -> bool:
+    """Whether Triton works on a GPU: not if it is unwanted or interpreted, nor before Ampere, nor on AMD's."""
+    if wish() == "0" or os.environ.get("TRITON_INTERPRET") == "1" or find_spec("triton") is None:
         return False
-    if torch.cuda.get_device_capability(index) < (7, 0):
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (8, 0):
         return False
     try:
         from triton.runtime import driver

@@ -14,26 +14,21 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
+
+from neuromanifold.estimators.kernels import wish, works
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
 def _capable(device: torch.device) -> bool:
-    """A GPU from Ampere on, and Triton, unless NEUROMANIFOLD_KERNELS=0 leaves everything to torch.
-
-    NEUROMANIFOLD_KERNELS=interpret, with TRITON_INTERPRET=1, runs them on a CPU: slow, for tests.
-    """
-    wish = os.environ.get("NEUROMANIFOLD_KERNELS", "1")
-    if wish == "0" or importlib.util.find_spec("triton") is None:
-        return False
-    if device.type == "cuda" and torch.version.hip is None:
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and wish == "interpret"
+    """A GPU on which Triton works; or a CPU, with NEUROMANIFOLD_KERNELS=interpret and TRITON_INTERPRET=1, for tests."""
+    if device.type == "cuda":
+        return works(device.index)
+    return device.type == "cpu" and wish() == "interpret" and importlib.util.find_spec("triton") is not None
 
 
 def suit(*tensors: Tensor) -> bool:
