@@ -62,7 +62,7 @@ def profile(session: Session, name: str, which: str) -> None:
     """Kernels of a batch, plain and by samples."""
     with precision(which):
         task = in_precision(session.task(name), which)
-        functions = works(task, name, which)
+        functions = works(task, name, which, main=True)
         for row in ("plain", SAMPLEWISE):
             print_profile(session, f"{name} {which} · {row}", task, functions[row])
 
@@ -79,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--repeats", default=3, type=int, help="turns of everything that is timed")
     parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--main", action="store_true", help="only plain, the main rows and what is replayed")
     parser.add_argument("--quick", action="store_true", help="small networks, also on a CPU: does everything run?")
     parser.add_argument(
         "--profile", nargs=2, metavar=("NAME", "PRECISION"), help="kernels of a sample-wise run instead"

@@ -25,7 +25,7 @@ def run_device(session: Session, tasks: list[str]) -> None:
         for which, rows in groupby(of_task, key=lambda clocked: clocked.which):  # in the order of PRECISIONS
             task, plain = in_precision(task, which), 0.0
             for clocked in rows:
-                work, title = works(task, name, which)[clocked.row], f"{name} {which}, B={len(task.labels)}"
+                work, title = works(task, name, which, main=False)[clocked.row], f"{name} {which}, B={len(task.labels)}"
                 with precision(which):
                     found = session.guarded(
                         f"{title} · {clocked.row}, device",

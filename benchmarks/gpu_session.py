@@ -107,7 +107,14 @@ class Session:
     def whole(self) -> bool:
         """Whether this run is the whole result; a part does not replace it."""
         o = self.options
-        return not (o.quick or o.only or o.skip_checks or set(o.precision) != set(PRECISIONS) or o.sections != SECTIONS)
+        return not (
+            o.quick
+            or o.main
+            or o.only
+            or o.skip_checks
+            or set(o.precision) != set(PRECISIONS)
+            or o.sections != SECTIONS
+        )
 
     @property
     def text(self) -> str:

@@ -36,11 +36,17 @@ ROWS = {
     "sample-wise, Empirical()": (nm.Empirical(), "auto"),
 }
 MAIN = (BATCHWISE, SAMPLEWISE)  # of every precision, and on the device; all rows by the clock of fp32
+ALL_OF, ALL_KINDS = (
+    128,
+    4,
+)  # samples, then batches after which every kernel is compiled: with fourth powers, and without
 WARM = 20  # batches until everything that is replayed has been recorded
 LARGER = 4  # times the samples, in bf16
 GOALS = {"transformer": {"fp32": 1.05, "tf32": 1.20, "bf16": 1.20}, "convolutional": dict.fromkeys(PRECISIONS, 1.25)}
 BATCHWISE_GOAL, LOWER_GOAL = 1.03, 1.02
+FEWEST = 8  # k: in the first eight batches of a run, more is read back (pullback/sums.py)
 SECONDS = 0.3  # of the 2k batches that a time per batch comes from
+LONG = 0.03  # seconds for one plain batch: then one turn of what is replayed, which takes many batches
 SLOW = 1.5  # seconds for one batch: then one turn, of one and of three batches
 HEADER = ["row", "precision", "ms", "over plain", "±", "fixed, ms"]
 HEADER += ["device, ms", "device over plain", "busy", "goal", "met"]
@@ -72,7 +78,7 @@ def _run_task(session: Session, name: str, task: Task, memory: list[list[str]]) 
 
     def one(which: str) -> list[list[str]]:
         cast = in_precision(task, which)
-        functions = works(cast, name, which)
+        functions = works(cast, name, which, session.options.main)
         if session.device.type == "cuda":
             memory.append(memory_row(session, name, which, cast, functions["plain"], functions[SAMPLEWISE]))
         return time_lines(session, Title(name, 1, which, heading), cast, functions)
@@ -93,7 +99,9 @@ def run_larger(session: Session, tasks: list[str]) -> None:
 
         def one(which: str, name: str = name) -> list[list[str]]:
             task = in_precision(session.task(name, LARGER), which)
-            functions = {row: work for row, work in works(task, name, which).items() if row in ("plain", SAMPLEWISE)}
+            functions = {
+                row: work for row, work in works(task, name, which, True).items() if row in ("plain", SAMPLEWISE)
+            }
             found = time_lines(session, Title(name, LARGER, which, heading), task, functions)
             for line in found:
                 line[0] += f", B={len(task.labels)}"
@@ -133,10 +141,11 @@ def fisher(task: Task, row: str, data: Iterable[object]) -> nm.DiagonalFisher:
     return nm.fisher_diagonal(task.model, data, estimator, granularity=granularity, replay=row == REPLAYED)
 
 
-def works(task: Task, name: str, which: str) -> Works:
+def works(task: Task, name: str, which: str, main: bool) -> Works:
     """Plain and the rows of a task in a precision."""
     words = ARCHITECTURES[TASKS[name][0]].words
-    rows = [row for row in (ROWS if which == "fp32" else (*MAIN, REPLAYED)) if not (words and "Empirical" in row)]
+    every = which == "fp32" and not main
+    rows = [row for row in (ROWS if every else (*MAIN, REPLAYED)) if not (words and "Empirical" in row)]
     ours = {row: lambda data, row=row: fisher(task, row, data) for row in rows}
     return {"plain": lambda data: plain(task, data), **ours}
 
@@ -161,22 +170,23 @@ def take_turns(session: Session, title: str, task: Task, functions: Works) -> di
     turns: dict[str, int] = {}  # how many for each
     slow: dict[str, bool] = {}
     failed: dict[str, str] = {}
+    warm = math.ceil(ALL_OF / len(task.labels)) + ALL_KINDS
     for name, work in functions.items():  # what happens once in a process, and how long it takes at all
-        first = session.guarded(f"{title} · {name}", lambda work=work: _seconds(session, task, work, 1))
-        if not isinstance(first, str) and first > SLOW:
-            first = session.guarded(f"{title} · {name}", lambda work=work: _seconds(session, task, work, 1))
+        first = session.guarded(f"{title} · {name}", lambda work=work: _seconds(session, task, work, warm))
+        if not isinstance(first, str) and first > warm * SLOW:
+            first = session.guarded(f"{title} · {name}", lambda work=work: warm * _seconds(session, task, work, 1))
         if isinstance(first, str):
             failed[name] = first
         else:
-            slow[name] = first > SLOW
+            slow[name] = first > warm * SLOW
             turns[name] = 1 if slow[name] else session.options.repeats
     if "plain" in failed:
         return failed
     one = _seconds(session, task, functions["plain"], 4) / 4
-    batches = 1 if session.options.quick else max(4, math.ceil(SECONDS / 2 / one))
+    batches = 1 if session.options.quick else max(FEWEST, math.ceil(SECONDS / 2 / one))
     count = {name: 1 if slow[name] else batches for name in turns}
     if REPLAYED in count and not session.options.quick:
-        count[REPLAYED], turns[REPLAYED] = max(WARM, batches), 1
+        count[REPLAYED], turns[REPLAYED] = max(WARM, batches), 1 if one > LONG else turns[REPLAYED]
     times: dict[str, Time | str] = {name: Time([], []) for name in turns}
     gc.collect()
     gc.freeze()  # so that Python does not look through all modules in the middle of a run

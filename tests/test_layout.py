@@ -14,6 +14,7 @@ STAGES = (
     "results",
     "bounds",
     "run",
+    "loading",
     "uses",
     "reports",
     "experiments",
@@ -67,7 +68,7 @@ def test_nothing_heavy_is_imported_with_the_package() -> None:
     import subprocess
     import sys
 
-    heavy = "{'matplotlib', 'typer', 'rich', 'transformers', 'plotly'}"
+    heavy = "{'matplotlib', 'typer', 'rich', 'transformers', 'datasets', 'peft', 'PIL', 'plotly'}"
     code = f"import sys, neuromanifold; print(sorted({heavy} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"

@@ -157,3 +157,23 @@ def _assert_right(model: nn.Module, data: list[Tensor]) -> None:
     for name in result:
         expected = sum(reference.fisher_diagonal(model, lambda m, x=x: m(x))[name] for x in data)
         torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+
+
+class Faint(nn.Module):
+    """A branch whose gradients are next to nothing: float32 has their values, but not their squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.branch = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x) + 1e-36 * self.branch(x)
+        return out
+
+
+def test_gradients_next_to_nothing_belong_to_samples_as_others_do() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of parameters that no rule covers
+        result = nm.fisher_diagonal(Faint(), [torch.randn(16, 4)], nm.Exact())
+    assert set(result.provenance.granularity.values()) == {"sample"}

@@ -212,3 +212,31 @@ def test_without_a_gpu_replay_changes_nothing() -> None:
 def test_replay_is_a_yes_or_a_no() -> None:
     with pytest.raises(TypeError, match="`replay` must be True or False"):
         nm.fisher_diagonal(contract_network(), batches([4]), replay="always")  # type: ignore[arg-type]
+
+
+class Asks(nn.Module):
+    """Asks whether it is being recorded, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.answers = network(), (set[bool](), set[bool]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.answers[0].add(torch.cuda.is_current_stream_capturing())
+        x = self.layers(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.answers[1].add(torch.cuda.is_current_stream_capturing()))
+        return x
+
+
+def test_a_model_believes_that_it_is_recorded_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of `transformers` do other operations then; kernels must make their tables in the first batch."""
+    monkeypatch.setattr(loop, "Replay", Recorded)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # also where there is no CUDA
+    model, data = Asks(), list(inputs(9, 4, 3, 6))
+    nm.fisher_diagonal(model, data, nm.Hutchinson(), lambda z: nm.Categorical(z, validate=False), replay=True)
+    assert Recorded.last.replayed >= 3
+    assert model.answers == ({True}, {False})
+    plain = Asks()
+    nm.fisher_diagonal(plain, data, nm.Hutchinson())
+    assert plain.answers == ({False}, {False})

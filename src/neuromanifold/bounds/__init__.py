@@ -1,5 +1,7 @@
-"""What an estimate's error will be: exact variances, and how many batches a given accuracy takes."""
+"""What an estimate's error will be, before the run; and how far the paper's bounds of F are from F."""
 
+from neuromanifold.bounds.network import Terms
+from neuromanifold.bounds.result import Diagonals, NetworkBounds
 from neuromanifold.bounds.sample_size import batches_needed, expected_confidence, expected_rtol
 from neuromanifold.bounds.variance import (
     CV_BOUND,
@@ -17,6 +19,9 @@ from neuromanifold.bounds.variance import (
 
 __all__ = [
     "CV_BOUND",
+    "Diagonals",
+    "NetworkBounds",
+    "Terms",
     "batches_needed",
     "cantelli",
     "deflated_variance",

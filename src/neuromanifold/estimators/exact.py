@@ -25,10 +25,14 @@ class Exact(Estimator):
     core: Part = field(default_factory=Full)
 
     centred: ClassVar[bool] = False
-    target: ClassVar[str] = "exact"
 
     def __post_init__(self) -> None:
         check_part(self.core)
+
+    @property
+    def target(self) -> str:  # type: ignore[override]
+        """Exact for F, or for the envelope that was asked for."""
+        return "exact" if isinstance(self.core, Full) else f"exact for the envelope {self.core}, biased for F"
 
     def passes(self, core: Core) -> int:
         """The rank of the factor."""

@@ -26,7 +26,7 @@ class BatchPullback:
         """`half`: float16 is involved somewhere, even if neither these parameters nor the logits have it."""
         self.parameters = list(parameters)
         self._half = half or any(parameter.dtype == torch.float16 for parameter in parameters)
-        self._exponent: int | None = None
+        self.exponent: int | None = None  # of the last scale
 
     def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
         """The gradients of Σ cotangent·logits, None where there is no dependence, and how many times too large."""
@@ -35,15 +35,15 @@ class BatchPullback:
         largest = largest_scale(cotangent)
         if largest is None:
             return self._gradients(logits, cotangent, keep_graph), 1.0
-        if self._exponent is None:
-            self._exponent = round(math.log2(largest))
-        exponent = self._exponent
+        if self.exponent is None:
+            self.exponent = round(math.log2(largest))
+        exponent = self.exponent
         while True:
             scale = min(2.0**exponent, largest)
             gradients = self._gradients(logits, cotangent * scale, keep_graph=True)
             sums = torch.stack([g.float().sum() for g in gradients if g is not None] or [torch.zeros(())])
             if bool(torch.isfinite(sums).all()):
-                self._exponent = exponent
+                self.exponent = exponent
                 return gradients, scale
             if exponent < -24:  # not an overflow: the gradient itself is not a number, and the result shows it
                 return gradients, scale

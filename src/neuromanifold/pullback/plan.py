@@ -13,7 +13,8 @@ So it is where the graph has other operations than before, or sends rows where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,18 @@ class Plan:
         """The calls of modules with a rule."""
         return self.taps.records
 
+    def state(self) -> dict[str, Any]:
+        """What has been decided so far."""
+        given_up = {"plain": list(self.taps.plain), "by_autograd": list(self.by_autograd)}
+        seen = {"excluded": list(self._excluded), "tried": list(self._tried), "orders": list(self._orders.items())}
+        return given_up | seen
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.taps.plain, self.by_autograd = set(state["plain"]), set(state["by_autograd"])
+        self._excluded, self._tried = (set(_tuples(state[name])) for name in ("excluded", "tried"))
+        self._orders = dict(_tuples(state["orders"]))
+
     def release(self) -> None:
         """Let go of the last graph: records and its nodes hold each other."""
         for record in self.records:
@@ -67,7 +80,7 @@ class Plan:
             self.by_autograd |= set(self.reached)
             return True
         used_by = consumers(logits.grad_fn)
-        self._graph = None if sends_rows_by_data(used_by, self.samples) else hash(tuple(n.name() for n in used_by))
+        self._graph = None if sends_rows_by_data(used_by, self.samples) else _kind(used_by)
         for record in self.records:
             record.node = record.node if record.node in used_by else None  # its output is not used
         self.taps.records = [record for record in self.records if record.node is not None]
@@ -225,6 +238,17 @@ class Plan:
         self.taps.plain |= given_up
         self._tried |= tried if self.samples > 1 else self._kinds_of_uses()
         return not given_up
+
+
+def _kind(graph: Iterable[Any]) -> int:
+    """The same for graphs of the same operations, in another process too."""
+    names = "\n".join(node.name() for node in graph)
+    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=7).digest(), "big")
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, however deep: JSON knows no tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 @dataclass

@@ -55,6 +55,15 @@ class SamplePullback:
             finally:
                 self.release()
 
+    def state(self) -> dict[str, Any]:
+        """What has been found out about the model so far."""
+        return {"plan": self.plan.state(), "several": self._several}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.plan.set_state(state["plan"])
+        self._several = state["several"]
+
     def forward(self, evaluate: Callable[[], T], logits_of: Callable[[T], Tensor]) -> T:
         """Evaluate the model until it is clear which of its parameters rules can do."""
         while True:

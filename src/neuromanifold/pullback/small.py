@@ -6,8 +6,9 @@ longer than doing it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +88,25 @@ class SmallSums:
         """Drop what has been taken and not yet added."""
         self._waiting = {}
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All sums as they are: added up in another order they would be rounded in another way."""
+        self.flush()
+        tensors = {f"{k}.squares": line.squares for k, line in enumerate(self._lines.values())}
+        fourths = {f"{k}.fourths": line.fourths for k, line in enumerate(self._lines.values())}
+        layouts = [[(i, list(shape)) for i, shape in layout] for layout in self._lines]
+        tensors |= {name: value for name, value in fourths.items() if value is not None}
+        return tensors, {"layouts": layouts, "moves": self.moves}
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any], devices: Sequence[torch.device]) -> None:
+        """Go on from there; `devices` of the parameters."""
+        self._waiting, self._lines, self.moves = {}, {}, values["moves"]
+        for k, entries in enumerate(values["layouts"]):
+            layout = tuple((i, torch.Size(shape)) for i, shape in entries)
+            squares, fourths = (tensors.get(f"{k}.{kind}") for kind in ("squares", "fourths"))
+            assert squares is not None
+            device = devices[layout[0][0]]
+            self._lines[layout] = _Line(own(squares, device), None if fourths is None else own(fourths, device))
+
     def squares(self) -> dict[int, Tensor]:
         """Σ g² of each parameter that has come."""
         self.flush()
@@ -96,6 +116,11 @@ class SmallSums:
         """Σ c g⁴ of each parameter that has come with noise."""
         self.flush()
         return _by_parameter({layout: line.fourths for layout, line in self._lines.items() if line.fourths is not None})
+
+
+def own(values: Tensor, device: torch.device) -> Tensor:
+    """On a device, in memory of torch's own, aligned as all other memory is."""
+    return values.to(device, copy=True)
 
 
 def _plus(a: Tensor, b: Tensor | None) -> Tensor:

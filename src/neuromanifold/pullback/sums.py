@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from neuromanifold.pullback.forms import BOUND, Accumulators, Dense, Form
-from neuromanifold.pullback.small import LIMIT, SmallSums
+from neuromanifold.pullback.small import LIMIT, SmallSums, own
 
 # On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
 _CHUNK = 2**18
@@ -20,6 +20,7 @@ _CHUNK = 2**18
 # Of so many samples all fourth powers are taken, then of one batch in so many.
 _ALL_OF, _ONE_IN = 128, 4
 _EARLY = 8  # batches in which gradients may become much larger than before
+_NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
 
 
 class Pass(NamedTuple):
@@ -166,6 +167,25 @@ class DiagonalSums:
     def set_tally(self, tally: tuple[list[int], list[int]]) -> None:
         """Go back to, or on to, other numbers."""
         self._seen, self._taken = list(tally[0]), list(tally[1])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Between batches, all that the rest of a run depends on: tensors and numbers."""
+        small, values = self._small.state()
+        tensors = {f"small.{name}": value for name, value in small.items()}
+        for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
+            tensors |= {f"{kind}.{i}": value for i, value in enumerate(kept) if value is not None}
+        return tensors, {"small": values, **{name: getattr(self, name) for name in _NUMBERS}}
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Go on from there."""
+        devices = [parameter.device for parameter in self._parameters]
+        small = {name.removeprefix("small."): value for name, value in tensors.items() if name.startswith("small.")}
+        self._small.set_state(small, values["small"], devices)
+        for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
+            found = (tensors.get(f"{kind}.{i}") for i in range(len(devices)))
+            kept[:] = [None if t is None else own(t, device) for t, device in zip(found, devices, strict=True)]
+        for name in _NUMBERS:
+            setattr(self, name, values[name])
 
     def forget(self) -> None:
         """Drop what was taken of a batch that has not come to its end."""

@@ -36,6 +36,7 @@ class Site:
     detached: dict[str, Tensor]
     originals: dict[str, nn.Parameter]
     argument: str  # what the first argument is called
+    number: int = 0  # among the sites of the model
 
     def first(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The first argument of a call."""
@@ -88,6 +89,8 @@ class Taps:
         numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
         self.plain: set[int] = set()  # parameters that rules must leave alone
         self.sites = [site for module in model.modules() if (site := _site(module, numbers)) is not None]
+        for number, site in enumerate(self.sites):
+            site.number = number
         self.records: list[Record] = []
         self.listener: Listener | None = None
         self.root = torch.empty(0, requires_grad=True)
@@ -155,10 +158,10 @@ class Taps:
         x = site.first(args, options)
         named = {name: value for name, value in options.items() if name != site.argument} if options else options
         version = None if x.is_inference() else x._version
-        before = self._calls.get(id(site), 0)
-        record = Record(site, wanted, x, args[1:], named, output.shape, version, (id(site), before))
+        before = self._calls.get(site.number, 0)
+        record = Record(site, wanted, x, args[1:], named, output.shape, version, (site.number, before))
         if self._recording:
-            self._calls[id(site)] = before + 1
+            self._calls[site.number] = before + 1
             self.records.append(record)
         through: Tensor = Tap.apply(output, self.root, lambda g: self._tell(record, g))  # type: ignore[no-untyped-call]
         record.node = through.grad_fn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,3 +69,14 @@ class TraceSums:
 
     def settle(self) -> None:
         """Nothing to decide."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Between batches, all that the rest of a run depends on: tensors and numbers."""
+        numbers = {"batches": self.batches, "samples": self.samples, "samples_variance": self.samples_variance}
+        return {}, numbers
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Go on from there."""
+        del tensors
+        self.batches, self.samples = values["batches"], values["samples"]
+        self.samples_variance = values["samples_variance"]

@@ -10,6 +10,7 @@ Of a gradient only a sketch is kept: the length of each row, and its product wit
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,9 @@ def sketch(rows: Tensor) -> Sketch:
     generator = torch.Generator(rows.device).manual_seed(0)
     signs = torch.randint(0, 2, (flat.shape[1], 2), generator=generator, device=rows.device).to(wide) * 2 - 1
     floor = 6e-8 * flat.shape[1] ** 0.5 if rows.dtype == torch.float16 else 0.0
-    return Sketch(
-        (flat != 0).any(1), torch.linalg.vector_norm(wide, dim=1), wide @ signs, _TOLERANCE[rows.dtype], floor
-    )
+    lengths = [torch.linalg.vector_norm(wide, order, dim=1) for order in (2, math.inf)]
+    length = torch.maximum(*lengths)  # squares of very small numbers are zero, the largest of them is not
+    return Sketch((flat != 0).any(1), length, wide @ signs, _TOLERANCE[rows.dtype], floor)
 
 
 class Trial:

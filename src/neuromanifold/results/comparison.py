@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,32 +36,40 @@ class Comparison:
 
 
 def compare(estimate: Mapping[str, Tensor], reference: Mapping[str, Tensor], epsilon: float) -> Comparison:
-    """Compare entry by entry, in float64; both must have the same names and shapes."""
+    """Compare entry by entry, in float64, a tensor at a time; both must have the same names and shapes."""
     shapes, theirs = ({(name, value.shape) for name, value in d.items()} for d in (estimate, reference))
     if shapes != theirs:
         different = sorted(name for name, _ in shapes ^ theirs)[0]
         raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
-    a = torch.cat([estimate[name].detach().cpu().flatten() for name in estimate]).double()
-    b = torch.cat([reference[name].detach().cpu().flatten() for name in estimate]).double()
-    error, positive = (a - b).abs(), b > 0
-    relative = error / (b + epsilon)
-    norms = float(a.norm() * b.norm())
+    entries = sum(value.numel() for value in estimate.values())
+    step, start, positive = max(1, entries // _RANKED), 0, 0  # every step-th entry is ranked
+    sums, ranked = torch.zeros(8, dtype=torch.float64), [torch.zeros(2, 0, dtype=torch.float64)]
+    for name, value in estimate.items():
+        a, b = (tensor.detach().cpu().flatten().double() for tensor in (value, reference[name]))
+        error, above = (a - b).abs(), b > 0
+        relative = error / (b + epsilon)
+        parts = (relative.sum(), relative[above].sum(), error.sum(), a.sum(), b.sum(), a @ a, b @ b, a @ b)
+        sums += torch.stack(parts)
+        positive += int(above.sum())
+        ranked.append(torch.stack([a[start::step], b[start::step]]))
+        start = (start - a.numel()) % step
+    relmae, relmae_positive, mae, total, truth, aa, bb, ab = sums.tolist()
+    norms = math.sqrt(aa) * math.sqrt(bb)
     return Comparison(
-        relmae=float(relative.mean()),
-        relmae_positive=float(relative[positive].mean()) if bool(positive.any()) else 0.0,
-        mae=float(error.mean()),
-        mean_ratio=float(a.sum() / b.sum()) if bool(positive.any()) else float("nan"),
-        cosine=float(a @ b) / norms if norms else float("nan"),
-        rank_correlation=_spearman(a, b),
-        entries=a.numel(),
-        positive=int(positive.sum()),
+        relmae=relmae / entries if entries else math.nan,
+        relmae_positive=relmae_positive / positive if positive else 0.0,
+        mae=mae / entries if entries else math.nan,
+        mean_ratio=total / truth if positive else math.nan,
+        cosine=ab / norms if norms else math.nan,
+        rank_correlation=_spearman(*torch.cat(ranked, 1)),
+        entries=entries,
+        positive=positive,
     )
 
 
 def _spearman(a: Tensor, b: Tensor) -> float:
-    step = max(1, a.numel() // _RANKED)
-    ranks = torch.stack([_ranks(values[::step]) for values in (a, b)])
-    return float(torch.corrcoef(ranks)[0, 1]) if ranks.shape[1] > 1 else float("nan")
+    ranks = torch.stack([_ranks(values) for values in (a, b)])
+    return float(torch.corrcoef(ranks)[0, 1]) if ranks.shape[1] > 1 else math.nan
 
 
 def _ranks(values: Tensor) -> Tensor:

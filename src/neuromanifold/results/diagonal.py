@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.results.comparison import Comparison, compare
+from neuromanifold.results.drawing import drawing
 from neuromanifold.results.files import FileError, load_tensors, save_tensors
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.summary import summary
 from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +123,26 @@ class DiagonalFisher(Mapping[str, Tensor]):
         return compare(self, other, epsilon)
 
     def __str__(self) -> str:
-        return summary(self, self.stderr, f"{type(self).__name__} ({self.reduction})", self._footer())
+        title = f"{type(self).__name__} ({self.reduction})"
+        return summary(self.sums, self.noise, self._divisor, title, self._footer())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        html: str = drawing("html")(self)
+        return html
+
+    def plot(self, kind: Literal["histograms", "depth"] = "histograms") -> Figure:
+        """A matplotlib figure: "histograms" of each component, as in the paper, or every layer along the "depth"."""
+        figure: Figure = drawing("plot")(self, kind)
+        return figure
+
+    def report(
+        self, path: str | Path = "fisher.html", *others: DiagonalFisher, titles: Sequence[str] | None = None
+    ) -> Path:
+        """Write one HTML page that needs no network: numbers, charts, a reading in words; `others` are compared."""
+        written: Path = drawing("report")(self, path, others, titles)
+        return written
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""

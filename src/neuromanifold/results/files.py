@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +35,11 @@ def save_json(path: str | Path, kind: str, values: dict[str, object]) -> None:
     _write_aside(Path(path), lambda aside: aside.write_text(text + "\n"))
 
 
+def save_text(path: str | Path, text: str) -> None:
+    """Write a text file in UTF-8, all or nothing."""
+    _write_aside(Path(path), lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what `save_tensors` wrote."""
     _must_exist(Path(path))
@@ -43,6 +50,18 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, head  # noqa: SIM118
     except SafetensorError as error:
         raise FileError(f"{path} is not a safetensors file, or is damaged ({error}). Make it again.") from error
+
+
+def kind_of(path: str | Path) -> str:
+    """What a file that `save_tensors` wrote holds, without reading it all."""
+    _must_exist(Path(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise FileError(f"{path} is not a safetensors file, or is damaged ({error}). Make it again.") from error
+    _check_head(path, head)
+    return str(head.get("kind", ""))
 
 
 def load_json(path: str | Path) -> dict[str, object]:
@@ -83,15 +102,30 @@ def _must_exist(path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a file beside the target and rename it; on any error the old file is still there."""
+    """Write in a folder beside the target, and rename once it is on the disk: a power cut may come in between.
+
+    On any error the old file is still there.  The folder is there because safetensors has names of its own for what it
+    has not finished: all of that is in one place if the process is killed.
+    """
+    path = path.resolve() if path.is_symlink() else path
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file to write to.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"No folder {path.parent} to write {path.name} to; make it first.")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    aside = Path(name)
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as folder:
+        aside = Path(folder) / path.name
         write(aside)
         aside.chmod(0o644)
+        with aside.open("rb+") as file:
+            os.fsync(file.fileno())
         aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """The folder that a process which was killed while writing has left; not what others have named like that."""
+    named = re.compile(re.escape(f".{path.name}.") + "[a-z0-9_]{8}")  # as tempfile does
+    for entry in path.parent.iterdir() if path.parent.is_dir() else ():
+        if named.fullmatch(entry.name) and entry.is_dir():
+            inside = [one.name for one in entry.iterdir()]
+            if all(name == path.name or name.startswith(".tmp") for name in inside):
+                shutil.rmtree(entry, ignore_errors=True)

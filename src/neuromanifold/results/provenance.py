@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -30,6 +31,7 @@ class Provenance:
     stopped: str = ""  # why a run ended before its data did
     versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
     parts: int = 1  # how many runs have been added
+    draws: list[list[int]] = field(default_factory=list)  # [seed, start, stop, step]: whose batches' noise was drawn
 
     def plus(self, other: Provenance) -> Provenance:
         """The provenance of a sum over disjoint data; the two must have estimated the same thing in the same way."""
@@ -47,16 +49,23 @@ class Provenance:
             data=self.data if self.data == other.data else f"{self.data} + {other.data}",
             stopped=self.stopped or other.stopped,
             parts=self.parts + other.parts,
+            draws=[*self.draws, *other.draws] if self.draws and other.draws else [],
         )
 
     def shares_noise_with(self, other: Provenance) -> bool:
-        """Whether the two runs drew the same random numbers: then their errors do not cancel.  Warns if so."""
+        """Whether the two runs drew the same random numbers: then their errors do not cancel.  Warns if so.
+
+        The noise of a batch depends on the seed and on the batch's number in the data: shards of one run share none.
+        """
         if not set(self.seeds) & set(other.seeds):
+            return False
+        if self.draws and other.draws and not any(_overlap(a, b) for a in self.draws for b in other.draws):
             return False
         text = (
             "Both results were made with the same seed, so their noise is the same, too, and their standard errors add."
         )
-        warnings.warn(text + " Give each part of the data a seed of its own, such as seed=rank.", stacklevel=4)
+        advice = " Give each part of the data a seed of its own, such as seed=rank, or run it as shard=(rank, ranks)."
+        warnings.warn(text + advice, stacklevel=4)
         return True
 
     def to_json(self) -> str:
@@ -78,3 +87,13 @@ class Provenance:
 def _coarser(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
     """How parameters were done in the part that did them less well."""
     return {name: "batch" for name in a if "batch" in (a[name], b.get(name))}
+
+
+def _overlap(a: list[int], b: list[int]) -> bool:
+    """Whether two [seed, start, stop, step] have a batch in common."""
+    common = math.gcd(a[3], b[3])
+    if a[0] != b[0] or (a[1] - b[1]) % common:
+        return False
+    first, second = range(*a[1:]), range(*b[1:])
+    skipped = max(0, -(-(b[1] - a[1]) // a[3]))  # of the first, what comes before the second
+    return any(number in second for number in first[skipped:][: b[3] // common])  # one of these is, or none

@@ -15,7 +15,6 @@ from neuromanifold.estimators import (
     Empirical,
     Estimator,
     Exact,
-    Full,
     Hutchinson,
     Lower,
     MonteCarlo,
@@ -241,7 +240,7 @@ def _row(trial: Trial, backward: float) -> CheckRow:
         name=trial.name,
         estimator=trial.estimator,
         granularity=trial.granularity,
-        target=_target(trial.estimator),
+        target=trial.estimator.target,
         passes=trial.passes_per_batch,
         relmae=trial.mean("relmae"),
         relmae_positive=trial.mean("relmae_positive"),
@@ -251,12 +250,6 @@ def _row(trial: Trial, backward: float) -> CheckRow:
         time=trial.time / backward,
         rounds=len(trial.seconds),
     )
-
-
-def _target(estimator: Estimator) -> str:
-    """What it is right for; an envelope is not F."""
-    exact_for_less = isinstance(estimator, Exact) and not isinstance(estimator.core, Full)
-    return f"exact for the envelope {estimator.core}, biased for F" if exact_for_less else estimator.target  # type: ignore[attr-defined]
 
 
 def _note_on_time(seconds: float) -> str:

@@ -33,7 +33,7 @@ def cotangents(
     if core is not None and estimator.fuses(core):
         yield from _fused(core, logits, valid, estimator, generator, validation, number)
         return
-    rows = _rows(logits, valid)
+    rows = rows_that_count(logits, valid)
     if labels is not None:
         every = valid is None or logits.ndim == 2
         labels = labels.reshape(len(rows), *labels.shape[len(shape) - 1 :]) if every else labels[valid]
@@ -46,7 +46,7 @@ def cotangents(
         noise = estimator.pass_noise(core, alone=False)
         sample_noise = estimator.pass_noise(core, alone=len(shape) == 2)
         for i, columns in enumerate(estimator.cotangents(core, labels, generator)):
-            yield Cotangent(_spread(columns, shape, valid), noise[i], sample_noise[i], len(noise) - i)
+            yield Cotangent(spread(columns, shape, valid), noise[i], sample_noise[i], len(noise) - i)
     except (TypeError, ValueError) as error:
         raise ValueError(f"Batch {number} of `data`: {error}") from error
 
@@ -69,7 +69,7 @@ def _fused(
         yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)
 
 
-def _rows(logits: Tensor, valid: Tensor | None) -> Tensor:
+def rows_that_count(logits: Tensor, valid: Tensor | None) -> Tensor:
     """The distributions that count, [rows, C]."""
     if valid is None:
         return logits.reshape(-1, logits.shape[-1])
@@ -100,7 +100,7 @@ def by_sample(cotangent: Tensor) -> Iterator[Tensor]:
         yield one
 
 
-def _spread(columns: Tensor, shape: torch.Size, valid: Tensor | None) -> Tensor:
+def spread(columns: Tensor, shape: torch.Size, valid: Tensor | None) -> Tensor:
     """Put cotangents of the positions that count into a tensor of the logits' shape, zero elsewhere."""
     if valid is None:
         return columns.view(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,12 @@ from neuromanifold.pullback.trace_sums import TraceSums
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.trace import check_reduction, trace_from_passes
 from neuromanifold.run.batches import model_device
+from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.granularity import Granularity, choose_granularity
-from neuromanifold.run.loop import Counts, run
+from neuromanifold.run.interrupts import OnInterrupt, check_on_interrupt
+from neuromanifold.run.loop import Counts, Keeping, run
 from neuromanifold.run.parameters import Selection, select_parameters
+from neuromanifold.run.progress import Lookout, Observer
 from neuromanifold.run.step import Settings
 
 Likelihood = Callable[[Tensor], Core]
@@ -37,11 +41,14 @@ def fisher_diagonal(
     granularity: Granularity = "auto",
     seed: int = 0,
     rtol: float | None = None,
-    progress: bool = False,
+    progress: bool | Observer = False,
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
     replay: bool = False,
+    checkpoint: str | Path | Checkpoint | None = None,
+    shard: tuple[int, int] | None = None,
+    on_interrupt: OnInterrupt = "raise",
 ) -> DiagonalFisher:
     """The diagonal of the network's Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
@@ -57,30 +64,38 @@ def fisher_diagonal(
             every module with a rule, in the same backward pass; the rest by batches where that is unbiased.
         seed: of the probes' noise.  Same seed, same device, same batches: same result.
         rtol: stop once the relative standard error (Σ stderr / Σ F) is that small.
-        progress: show a progress bar on standard error.
+        progress: show a progress bar on standard error; or a function that is told how far the run is, now and then.
         class_dim: which dimension of the logits holds the classes.
         batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples; of
             tensors with fewer than three dimensions it is the first.
         ignore_index: positions with this label do not count, nor samples without any other.
         replay: on a GPU, record the work on a batch and replay it for others of the same shapes (CUDA graphs), where
             the model allows that: for small models, whose operations are done faster than they are launched.
+        checkpoint: a file to keep the state of the run in, as `nm.Checkpoint` says.  A rerun with the same arguments
+            goes on from there and gives the same numbers, bit for bit (with `replay`, but for rounding).
+        shard: (i, n) for batches i, i + n, i + 2n, ... of the data alone.  The results of all n shards, with the same
+            seed, add up to that of one run.
+        on_interrupt: what Ctrl-C does once the batch is done and the checkpoint is written: "raise" KeyboardInterrupt,
+            or "return" the result so far, whose `provenance.stopped` says so.
 
     """
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
     chosen = select_parameters(model, parameters)
-    settings = _settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
+    bar, observer = (progress, None) if isinstance(progress, bool) else (False, progress)
+    settings = make_settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, bar)
     if not isinstance(replay, bool):
         raise TypeError(message("replay", "True or False", repr(replay)))
-    settings = dataclasses.replace(settings, replay=replay)
-    view = check_reduction(reduction)
+    settings = dataclasses.replace(settings, replay=replay, shard=_shard(shard))
+    keeping, view = _keeping(checkpoint, on_interrupt), check_reduction(reduction)
     sums = DiagonalSums(list(chosen.values()), fourth_powers=estimator.noise_factor > 0)
-    counts = run(model, data, chosen, settings, sums, _stop_at(rtol, sums, estimator))
+    enough = _observed(observer, sums, estimator, _stop_at(rtol, sums, estimator))
+    counts = run(model, data, chosen, settings, sums, enough, keeping)
     return DiagonalFisher(
         dict(zip(chosen, sums.squares, strict=True)),
         dict(zip(chosen, sums.noise(), strict=True)),
         counts.samples,
         counts.positions,
-        _provenance(model, data, chosen, settings, counts),
+        make_provenance(model, data, chosen, settings, counts),
         view,
     )
 
@@ -99,6 +114,9 @@ def fisher_trace(
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
+    checkpoint: str | Path | Checkpoint | None = None,
+    shard: tuple[int, int] | None = None,
+    on_interrupt: OnInterrupt = "raise",
 ) -> TraceEstimate:
     """The trace of the network's Fisher information, Σ_x E_y‖∂ log p(y|x)/∂θ‖², with its standard error.
 
@@ -106,16 +124,17 @@ def fisher_trace(
     """
     estimator = Hutchinson(deflate=1) if estimator is None else estimator
     chosen = select_parameters(model, parameters)
-    settings = _settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
+    settings = make_settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
+    settings = dataclasses.replace(settings, shard=_shard(shard))
     view, sums = check_reduction(reduction), TraceSums()
-    counts = run(model, data, chosen, settings, sums)
-    provenance = _provenance(model, data, chosen, settings, counts)
+    counts = run(model, data, chosen, settings, sums, keeping=_keeping(checkpoint, on_interrupt))
+    provenance = make_provenance(model, data, chosen, settings, counts)
     return trace_from_passes(
         sums.batches, estimator.noise_factor, sums.samples, sums.samples_variance, counts.samples, provenance, view
     )
 
 
-def _settings(
+def make_settings(
     estimator: Estimator,
     likelihood: Likelihood,
     granularity: Granularity,
@@ -136,6 +155,23 @@ def _settings(
     return Settings(estimator, likelihood, level, seed, class_dim, batch_dim, ignore_index, progress)
 
 
+def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:
+    """(i, n) with 0 <= i < n."""
+    if shard is None:
+        return 0, 1
+    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
+        raise TypeError(message("shard", "a pair (i, n), such as (0, 4) for the first of four", repr(shard)))
+    shards = integer_in_range(shard[1], "shard[1]", 1, 2**31, "how many shards there are")
+    return integer_in_range(shard[0], "shard[0]", 0, shards - 1, "which of the shards, counted from 0"), shards
+
+
+def _keeping(checkpoint: str | Path | Checkpoint | None, on_interrupt: str) -> Keeping:
+    """A path is a checkpoint, too."""
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint(checkpoint)
+    return Keeping(checkpoint, check_on_interrupt(on_interrupt))
+
+
 def _stop_at(rtol: float | None, sums: DiagonalSums, estimator: Estimator) -> Callable[[Counts], str] | None:
     """End the run once Σ stderr <= rtol Σ F; looked at less and less often, since looking costs."""
     if rtol is None:
@@ -149,18 +185,42 @@ def _stop_at(rtol: float | None, sums: DiagonalSums, estimator: Estimator) -> Ca
     def enough(counts: Counts) -> str:
         if counts.batches % max(1, counts.batches // 8):
             return ""
-        total = sum(float(square.double().sum()) for square in sums.squares)
-        noise = sum(float(value.double().sum()) for value in sums.noise())
-        if not total or noise > rtol * total:
+        error = _relative_error(sums)
+        if error is None or error > rtol:
             return ""
-        return f"stopped after {counts.batches} batches: relative standard error {noise / total:.3g} <= rtol {rtol:g}"
+        return f"stopped after {counts.batches} batches: relative standard error {error:.3g} <= rtol {rtol:g}"
 
     return enough
 
 
-def _provenance(
+def _relative_error(sums: DiagonalSums) -> float | None:
+    """Σ stderr / Σ F so far; None while F is zero."""
+    total = sum(float(square.double().sum()) for square in sums.squares)
+    return sum(float(value.double().sum()) for value in sums.noise()) / total if total else None
+
+
+def _observed(
+    observer: Observer | None, sums: DiagonalSums, estimator: Estimator, enough: Callable[[Counts], str] | None
+) -> Callable[[Counts], str] | None:
+    """After each batch: perhaps tell the observer, then ask whether it is enough."""
+    if observer is None:
+        return enough
+    if not callable(observer):
+        raise TypeError(message("progress", "True, False, or a function of a Seen", repr(observer)))
+    lookout = Lookout(observer)
+
+    def told(counts: Counts) -> str:
+        random = estimator.noise_factor > 0
+        lookout.batch_done(lambda: counts.seen(_relative_error(sums) if random else None))
+        return enough(counts) if enough else ""
+
+    return told
+
+
+def make_provenance(
     model: nn.Module, data: object, chosen: dict[str, nn.Parameter], settings: Settings, counts: Counts
 ) -> Provenance:
+    """Where a result comes from."""
     size = sum(parameter.numel() for parameter in model.parameters())
     return Provenance(
         estimator=repr(settings.estimator),
@@ -168,6 +228,7 @@ def _provenance(
         likelihood=getattr(settings.likelihood, "__name__", repr(settings.likelihood)),
         granularity=dict(zip(chosen, counts.ways, strict=True)),
         seeds=[settings.seed] if settings.estimator.noise_factor else [],
+        draws=[[settings.seed, settings.shard[0], counts.next, settings.shard[1]]],
         batches=counts.batches,
         passes=counts.passes,
         model=f"{type(model).__name__} with {size:,} parameters",

@@ -1,13 +1,44 @@
-"""A progress bar on standard error: rich's where it is installed, a plain line otherwise."""
+"""A progress bar on standard error: rich's where it is installed, a plain line otherwise; or an observer's own."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+_SECONDS, _SHARE = 0.5, 1 / 50  # between two looks; of the time that may be spent on looking
+
+
+class Seen(NamedTuple):
+    """How far a run has come."""
+
+    batches: int  # done, before a checkpoint was taken up as well
+    samples: int
+    place: int  # in the data, of the next batch: those of other shards count
+    relative_error: float | None  # Σ stderr / Σ F so far; None: nothing is random
+
+
+Observer = Callable[[Seen], None]
+"""Called now and then in a run."""
+
+
+class Lookout:
+    """Calls an observer as often as is useful, and as rarely as looking takes a fiftieth of the time."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer, self._due = observer, 0.0
+
+    def batch_done(self, look: Callable[[], Seen]) -> None:
+        """Perhaps look."""
+        start = time.monotonic()
+        if start < self._due:
+            return
+        self._observer(look())
+        end = time.monotonic()
+        self._due = end + max(_SECONDS, (end - start) / _SHARE)
 
 
 def tracked(data: Iterable[T], show: bool, what: str) -> Iterator[T]:

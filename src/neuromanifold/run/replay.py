@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,9 @@ class Recorder:
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         for one in caught:
-            if "synchronizing" in str(one.message):
+            if "called a synchronizing" in str(one.message):
                 noted.append(str(one.message))
-            else:
+            elif "Synchronization debug mode" not in str(one.message):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     @contextmanager
@@ -111,6 +111,7 @@ class Replay:
         self._step, self._recorder = step, recorder
         possible = (recorder is not None or step.device.type == "cuda") and _plain(step.model)
         self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: not replayed (any more)
+        step.around_model = self._pretended
         self._times: dict[object, int] = {}
         self._recordings: dict[object, _Recording] = {}
         self.replayed = 0
@@ -141,14 +142,18 @@ class Replay:
         self._recorder = self._recorder or Recorder(self._step.generator)
         return self._recorder
 
+    @contextmanager
+    def _pretended(self) -> Iterator[None]:
+        """The model believes that it is recorded from the first batch on: it may do other operations then."""
+        with self._tape.pretended() if self._sums is not None else nullcontext():
+            yield
+
     def _rehearse(self, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
         """As always, but for what is read back between passes; a model that waits for the device is not recorded."""
         sums.recording = True
         try:
             with self._tape.rehearsal() as noted, self._step.validation.postponed() as found:
-                with self._tape.pretended():
-                    outputs = self._step.forward(batch, number)
-                self._step.backward(outputs, number)
+                outputs = self._step(batch, number)
         finally:
             sums.recording = False
         if found:
@@ -197,6 +202,7 @@ class Replay:
                 self._complain(f"batch {number}")
             self._sums = None  # nothing of this batch has been added yet
             return self._step(batch, number)
+        self._step.seed(number)  # the graph reads the generator's seed anew with each replay
         recording.backward.replay()
         self.replayed += 1
         self._step.squares.passes += recording.passes

@@ -14,6 +14,7 @@ from neuromanifold.pullback.batch import BatchPullback, involves_half
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.batches import model_device
 from neuromanifold.run.granularity import choose_granularity
+from neuromanifold.run.noise import batch_seed
 from neuromanifold.run.parameters import Selection, select_parameters
 
 
@@ -54,7 +55,7 @@ class RunningFisher:
         half = involves_half(model.parameters(), model_device(model))
         self._pullback = BatchPullback(list(self._chosen.values()), half)
         seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
-        self._generator = torch.Generator(model_device(model)).manual_seed(seed)
+        self._generator = torch.Generator(model_device(model))
         self._means = [_zeros(parameter) for parameter in self._chosen.values()]
         self._noise = [_zeros(parameter) for parameter in self._chosen.values()]
         self._model, self._seed = type(model).__name__, seed
@@ -74,6 +75,7 @@ class RunningFisher:
         squares: list[Tensor] = [torch.zeros_like(mean) for mean in self._means]
         noise: list[Tensor] = [torch.zeros_like(mean) for mean in self._means]
         rows = None if labels is None else labels.reshape(len(flat), *labels.shape[logits.ndim - 1 :])
+        self._generator.manual_seed(batch_seed(self._seed, self.steps))
         for u in self.estimator.cotangents(core, rows, self._generator):
             gradients, scale = self._pullback(logits, u.view(logits.shape), keep_graph=True)
             self.passes += 1
@@ -103,6 +105,7 @@ class RunningFisher:
             batches=self.steps,
             passes=self.passes,
             model=self._model,
+            draws=[[self._seed, 0, self.steps, 1]],
         )
         return DiagonalFisher(
             {name: mean * correction for name, mean in zip(self._chosen, self._means, strict=True)},

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,14 @@ class Squares(ABC):
     def ways(self) -> list[str]:
         """How each parameter was done."""
 
+    def state(self) -> dict[str, Any]:
+        """Between batches, all that the rest of a run depends on, as JSON can hold it."""
+        return {"passes": self.passes}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.passes = state["passes"]
+
 
 class BatchSquares(Squares):
     """(Σ_x Jᵀu(x))²: any module, one ordinary backward."""
@@ -83,6 +92,15 @@ class BatchSquares(Squares):
     def ways(self) -> list[str]:
         """All by batches."""
         return ["batch"] * self._count
+
+    def state(self) -> dict[str, Any]:
+        """With the scale that float16 needs."""
+        return {**super().state(), "exponent": self._pullback.exponent}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        super().set_state(state)
+        self._pullback.exponent = state["exponent"]
 
 
 class SampleSquares(Squares):
@@ -171,6 +189,16 @@ class SampleSquares(Squares):
         rest = set(self._pullback.rest())
         other = "batch" if self._mixes else "sample, one by one"
         return [other if i in rest else "sample" for i in range(len(self.names))]
+
+    def state(self) -> dict[str, Any]:
+        """With what is known about the model, and the scale that float16 needs."""
+        return {**super().state(), "pullback": self._pullback.state(), "scale": self._scale}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        super().set_state(state)
+        self._pullback.set_state(state["pullback"])
+        self._scale = state["scale"]
 
     def _warn(self, rest: list[int]) -> None:
         new = [self.names[i] for i in rest if i not in self._warned]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from neuromanifold.pullback.sums import GradientSums
 from neuromanifold.run.batches import Batch, Outputs, read_outputs
 from neuromanifold.run.cotangents import cotangents
 from neuromanifold.run.granularity import Granularity
+from neuromanifold.run.noise import batch_seed
 from neuromanifold.run.squares import make_squares
 from neuromanifold.run.validation import LateValidation
 
@@ -32,6 +34,8 @@ class Settings:
     ignore_index: int = -100
     progress: bool = False
     replay: bool = False
+    shard: tuple[int, int] = (0, 1)
+    """Of every so many batches, the one with this number."""
 
 
 class Step:
@@ -46,30 +50,38 @@ class Step:
         device: torch.device,
     ) -> None:
         self.model, self.settings, self.device = model, settings, device
-        self.generator = torch.Generator(device).manual_seed(settings.seed)
+        self.generator = torch.Generator(device)
         self.validation = LateValidation(settings.likelihood)
         estimator, granularity = settings.estimator, settings.granularity
         self.squares = make_squares(model, parameters, sums, estimator, granularity, settings.batch_dim)
+        self.around_model: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What the model is called inside of."""
 
     def __call__(self, batch: Batch, number: int) -> Outputs:
         """Batch number so-and-so."""
         outputs = self.forward(batch, number)
+        self.seed(number)
         self.backward(outputs, number)
         return outputs
+
+    def seed(self, number: int) -> None:
+        """Set the generator to the noise of batch number so-and-so."""
+        self.generator.manual_seed(batch_seed(self.settings.seed, number))
 
     def forward(self, batch: Batch, number: int) -> Outputs:
         """With whatever the squares need of it."""
 
         def evaluate() -> Outputs:
             outputs = self.outputs(batch)
-            _check(outputs, self.settings.estimator, number)
+            check_outputs(outputs, self.settings.estimator, number)
             return outputs
 
         return self.squares.forward(evaluate)
 
     def outputs(self, batch: Batch) -> Outputs:
         """What the model says."""
-        output = self.model(*batch.args, **batch.kwargs)
+        with self.around_model():
+            output = self.model(*batch.args, **batch.kwargs)
         s = self.settings
         return read_outputs(output, batch, s.class_dim, s.ignore_index, s.batch_dim)
 
@@ -80,7 +92,7 @@ class Step:
         self.squares.end_batch()
 
 
-def _check(outputs: Outputs, estimator: Estimator, number: int) -> None:
+def check_outputs(outputs: Outputs, estimator: Estimator, number: int) -> None:
     """Errors that only a batch can show."""
     if not outputs.logits.requires_grad:
         advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."

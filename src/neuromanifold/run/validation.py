@@ -31,17 +31,35 @@ class Found(NamedTuple):
         return finite if self.labels_fit is None else finite & self.labels_fit
 
 
+class _Answer:
+    """A bool on its way from a device: reading it waits for what has made it, and for nothing that was queued since."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._made: torch.cuda.Event | None = None
+        if value.device.type == "cuda":
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
+            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._made.record()
+
+    def __bool__(self) -> bool:
+        if self._made is not None:
+            self._made.synchronize()
+        return bool(self._value)
+
+
 class LateValidation:
     """Makes a core from outputs; on a GPU the search for NaN is looked at one batch later.
 
-    Reading a value back stops the queue: the backward pass would not be launched before the forward pass has run.  So
-    on a GPU the answer for a batch is read when the next batch has been queued, and `finish` reads the last one.  An
-    error names its batch all the same, and no result has been given out by then.
+    Reading a value back waits for all that is queued: the backward pass would not be launched before the forward pass
+    has run.  So on a GPU the answer for a batch is sent to the host's memory, and read there when the next batch has
+    been queued; `finish` reads the last one.  An error names its batch all the same, and no result has been given out
+    by then.
     """
 
     def __init__(self, likelihood: Callable[[Tensor], Core]) -> None:
         self.likelihood = likelihood
-        self._waiting: tuple[Tensor, Found, int] | None = None  # whether all is good, what was found, in which batch
+        self._waiting: tuple[_Answer, Found, int] | None = None  # whether all is good, what was found, in which batch
         self._postponed: list[Found] | None = None
 
     def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
@@ -73,7 +91,7 @@ class LateValidation:
         if self._postponed is not None:
             self._postponed.append(found)
             return
-        before, self._waiting = self._waiting, (found.all_is_good(), found, number)
+        before, self._waiting = self._waiting, (_Answer(found.all_is_good()), found, number)
         self._look_at(before)
 
     def finish(self) -> None:
@@ -81,7 +99,7 @@ class LateValidation:
         before, self._waiting = self._waiting, None
         self._look_at(before)
 
-    def _look_at(self, batch: tuple[Tensor, Found, int] | None) -> None:
+    def _look_at(self, batch: tuple[_Answer, Found, int] | None) -> None:
         if batch is None or bool(batch[0]):
             return
         _, (finite, labels_fit, classes), number = batch

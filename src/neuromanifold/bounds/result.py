@@ -1,0 +1,268 @@
+"""What `fisher_bounds` gives: every statement of section 3 with its bounds and the actual value, as one table."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.bounds.network import Terms
+from neuromanifold.bounds.norms import Norm
+from neuromanifold.core.checks import integer_in_range
+from neuromanifold.results import DiagonalFisher, FileError, Provenance
+from neuromanifold.results.files import load_tensors, save_tensors
+from neuromanifold.results.trace import Reduction, check_reduction
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Row(NamedTuple):
+    """One line of the table: lower <= actual <= upper, None where there is no such bound or it is not known."""
+
+    statement: str
+    quantity: str
+    lower: float | None
+    actual: float | None
+    upper: float | None
+    error: float = 0.0  # of the actual value: a standard error, or a residual
+
+    @property
+    def tightness(self) -> tuple[float | None, float | None]:
+        """lower/actual and actual/upper: 1 is an equality."""
+        return _ratio(self.lower, self.actual), _ratio(self.actual, self.upper)
+
+    def scaled(self, factor: float) -> Row:
+        """Divided by the number of samples, for instance: every quantity is of the first degree."""
+        lower, actual, upper = (None if value is None else value * factor for value in self[2:5])
+        return self._replace(lower=lower, actual=actual, upper=upper, error=self.error * factor)
+
+
+class Cost(NamedTuple):
+    """What one part of a run took."""
+
+    part: str
+    passes: int  # backward passes over a batch, or over one sample where there is no rule
+    seconds: float
+
+
+class Diagonals(NamedTuple):
+    """diag F^LR(k) <= diag F <= diag F^DG (Prop. 5)."""
+
+    lower: DiagonalFisher
+    actual: DiagonalFisher
+    upper: DiagonalFisher
+
+
+@dataclass(frozen=True)
+class Actual:
+    """Norms of sums over all x, which single x do not determine; empty where they were not computed."""
+
+    upper_error: Norm | None = None  # ‖F^DG - F‖_F
+    lower_errors: dict[int, Norm] = field(default_factory=dict)  # ‖F - F^LR(k)‖_F by rank
+    empirical_error: Norm | None = None  # ‖F - F^emp‖_σ
+    how: str = "not computed"
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkBounds:
+    """Propositions 5 to 10 and Corollary 6 for one network and its data.
+
+    `terms` has what each distribution x contributes, in the order of the data; positions of a sequence are
+    distributions of their own.  What is stored are sums; `reduction` only chooses the view, per sample ("mean") or
+    "sum".
+    """
+
+    terms: Terms
+    actual: Actual
+    diagonals: Diagonals | None
+    count: int  # samples
+    classes: int
+    rank: int
+    costs: tuple[Cost, ...]
+    provenance: Provenance
+    has_labels: bool = True
+    reduction: Reduction = "mean"
+
+    @property
+    def mean(self) -> NetworkBounds:
+        """The view per sample."""
+        return self._view("mean")
+
+    @property
+    def sum(self) -> NetworkBounds:
+        """The view as sums over samples, as the paper writes them."""
+        return self._view("sum")
+
+    @property
+    def positions(self) -> int:
+        """How many distributions x."""
+        return len(self.terms.trace)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The statements in the paper's order; "centred" and "by x" are sharper forms of ours."""
+        t, k, found = self.terms, self.rank - 1, []
+        trace, above = _total(t.trace), _total(t.upper_trace)
+        found.append(Row(f"Prop. 5, rank {self.rank}", "tr F", _total(t.lower_trace[:, k]), trace, above))
+        found.append(Row("Cor. 6, first", "tr F", _total(t.smallest), trace, above))
+        found.append(Row("Cor. 6, second", "tr F", _total(t.paired), trace, above))
+        found.append(Row("  first, centred", "tr F", _total(t.smallest_centred), trace, above))
+        found.append(Row("  second, centred", "tr F", _total(t.paired_centred), trace, above))
+        return tuple(
+            row.scaled(self._factor) for row in (*found, *self._upper(), *self._lower(self.rank), *self._eFIM())
+        )
+
+    def lower_error(self, rank: int) -> tuple[Row, ...]:
+        """Prop. 8 for any rank from 1 to C - 1: its bound, the relaxed form, and ours."""
+        rank = integer_in_range(rank, "rank", 1, self.classes - 1, f"there are {self.classes} classes")
+        return tuple(row.scaled(self._factor) for row in self._lower(rank))
+
+    def lower_trace(self, rank: int) -> float:
+        """tr F^LR(k), which is tr F for k = C - 1."""
+        rank = integer_in_range(rank, "rank", 1, self.classes - 1, f"there are {self.classes} classes")
+        return _total(self.terms.lower_trace[:, rank - 1]) * self._factor
+
+    @property
+    def ranks(self) -> tuple[Row, ...]:
+        """Prop. 8 for every rank."""
+        return tuple(self.lower_error(rank)[0] for rank in range(1, self.classes))
+
+    def __str__(self) -> str:
+        header = ("statement", "of", "lower", "actual", "upper", "lower/actual", "actual/upper")
+        table = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in table
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        where = f"{self.count} samples" + (f", {self.positions} positions" if self.positions != self.count else "")
+        title = f"{type(self).__name__} ({self.reduction}): {where}, {self.classes} classes"
+        costs = "; ".join(f"{cost.part} {cost.passes} passes, {cost.seconds:.3g} s" for cost in self.costs)
+        notes = [f"norms of sums: {self.actual.how}", f"cost: {costs}"]
+        if not self.has_labels:
+            notes.insert(0, "Prop. 9 needs the label of every sample, which the data do not have")
+        return "\n".join([title, *lines, *notes])
+
+    __repr__ = __str__
+
+    def plot(self) -> Figure:
+        """Every statement as an interval around the actual value, on a logarithmic axis."""
+        from neuromanifold.bounds.picture import plot_rows
+
+        return plot_rows(self.rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write everything but the diagonals (which have a `save` of their own) to a safetensors file."""
+        norms = {"upper_error": self.actual.upper_error, "empirical_error": self.actual.empirical_error}
+        texts = {
+            "actual": json.dumps({**norms, "lower_errors": self.actual.lower_errors, "how": self.actual.how}),
+            "numbers": json.dumps([self.count, self.classes, self.rank, self.has_labels, self.reduction]),
+            "costs": json.dumps(self.costs),
+            "provenance": self.provenance.to_json(),
+        }
+        save_tensors(path, self.terms._asdict(), "bounds", texts)
+
+    @classmethod
+    def load(cls, path: str | Path) -> NetworkBounds:
+        """Read what `save` wrote."""
+        tensors, head = load_tensors(path)
+        try:
+            values = json.loads(head["actual"])
+            lower = {int(rank): Norm(*norm) for rank, norm in values["lower_errors"].items()}
+            upper, empirical = (
+                None if values[name] is None else Norm(*values[name]) for name in ("upper_error", "empirical_error")
+            )
+            count, classes, rank, has_labels, reduction = json.loads(head["numbers"])
+            costs = tuple(Cost(*cost) for cost in json.loads(head["costs"]))
+            terms, actual = Terms(**tensors), Actual(upper, lower, empirical, values["how"])
+            provenance, view = Provenance.from_json(head["provenance"]), check_reduction(reduction)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(f"{path} does not hold bounds of a network, or is damaged ({error!r}).") from error
+        return cls(terms, actual, None, count, classes, rank, costs, provenance, has_labels, view)
+
+    def to_dict(self) -> dict[str, object]:
+        """The table and what it cost, as JSON can hold it."""
+        rows = [{**row._asdict(), "tightness": row.tightness} for row in self.rows]
+        numbers = {"count": self.count, "positions": self.positions, "classes": self.classes, "rank": self.rank}
+        costs = [cost._asdict() for cost in self.costs]
+        more = {"how": self.actual.how, "costs": costs, "provenance": asdict(self.provenance)}
+        return {"rows": rows, "reduction": self.reduction, **numbers, **more}
+
+    @property
+    def _factor(self) -> float:
+        return 1 / self.count if self.reduction == "mean" else 1.0
+
+    def _view(self, reduction: Reduction) -> NetworkBounds:
+        diagonals = self.diagonals
+        if diagonals is not None:
+            diagonals = Diagonals(*(d.mean if reduction == "mean" else d.sum for d in diagonals))
+        return replace(self, reduction=reduction, diagonals=diagonals)
+
+    def _upper(self) -> list[Row]:
+        """Prop. 7: terms are positive matrices, so that the norm of their sum is at least that of orthogonal ones."""
+        t, quantity = self.terms, "‖F^DG - F‖_F"
+        actual, error = _parts(self.actual.upper_error)
+        lower = math.sqrt(_total(t.upper_error.square()))
+        return [
+            Row("Prop. 7", quantity, lower, actual, _total(t.upper_bound), error),
+            Row("  by x", quantity, lower, actual, _total(t.upper_error), error),
+        ]
+
+    def _lower(self, rank: int) -> list[Row]:
+        """Prop. 8; the lower bound is that of Prop. 7's proof, for these terms."""
+        t, k, quantity = self.terms, rank - 1, f"‖F - F^LR({rank})‖_F"
+        actual, error = _parts(self.actual.lower_errors.get(rank))
+        own = math.sqrt(_total(t.lower_error[:, k].square()))
+        return [
+            Row(f"Prop. 8, rank {rank}", quantity, None, actual, _total(t.lower_bound[:, k]), error),
+            Row("  relaxed", quantity, None, actual, _total(t.lower_relaxed[:, k]), error),
+            Row("  centred", quantity, None, actual, _total(t.lower_centred[:, k]), error),
+            Row("  by x", quantity, own, actual, _total(t.lower_error[:, k]), error),
+        ]
+
+    def _eFIM(self) -> list[Row]:  # noqa: N802
+        t, found = self.terms, []
+        if self.has_labels:
+            actual, error = _parts(self.actual.empirical_error)
+            for name, bound in (
+                ("Prop. 9", t.empirical_bound),
+                ("  centred", t.empirical_centred),
+                ("  by x", t.empirical_error),
+            ):
+                found.append(Row(name, "‖F - F^emp‖_σ", None, actual, _total(bound), error))
+        worst = _total(t.worst_error)
+        found.append(Row("Prop. 10", "Σ_x worst ‖F - F^emp‖_σ", _total(t.worst_bound), worst, None))
+        found.append(Row("  centred", "Σ_x worst ‖F - F^emp‖_σ", _total(t.worst_centred), worst, None))
+        return found
+
+
+def _total(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))
+
+
+def _parts(norm: Norm | None) -> tuple[float | None, float]:
+    return (None, 0.0) if norm is None else (norm.value, norm.error)
+
+
+def _ratio(smaller: float | None, larger: float | None) -> float | None:
+    if smaller is None or larger is None:
+        return None
+    return smaller / larger if larger else 1.0  # 0 <= 0
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    actual = _number(row.actual) + (f" ± {row.error:.1g}" if row.error else "")
+    return (row.statement, row.quantity, _number(row.lower), actual, _number(row.upper), *map(_number, row.tightness))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

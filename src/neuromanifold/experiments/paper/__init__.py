@@ -1,0 +1,18 @@
+"""The paper's experiments: its table and its figures, on its models or on local ones, with our estimators beside them.
+
+for each task:                                      `tasks`: six networks and their data
+    prepare model and rows                          `sources`: from the hub, or from local folders and files
+    exact diagonal, kept                            `measure`: C - 1 passes for each batch, by far the longest
+    for each column and each number of probes:      `columns`
+        run, compare with the exact one, keep       what is finished is not run again
+    time the columns in turn on a few batches       `speed`
+    histograms, error against passes                `pictures`
+    tables of all tasks so far                      `table`
+"""
+
+from neuromanifold.experiments.paper.folder import Folder, Settings
+from neuromanifold.experiments.paper.reproduce import reproduce
+from neuromanifold.experiments.paper.sources import Source
+from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
+
+__all__ = ["TASKS", "Folder", "PaperTask", "Settings", "Source", "reproduce"]

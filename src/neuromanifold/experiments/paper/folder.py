@@ -1,0 +1,150 @@
+"""The folder of results: what is in it, and that all of it was made with the same settings.
+
+OUT/settings.json           settings, versions, and for each task its model, its data and what was found about them
+OUT/TASK/rows.json          which rows of the data, in their order
+OUT/TASK/exact.safetensors  diagonals; those of the columns likewise, if they are kept
+OUT/TASK/COLUMN.json        errors against the exact diagonal: its presence says that the column is finished
+OUT/TASK/speed.json         seconds for a batch
+OUT/TASK/*.png, *.pdf       histograms; error against passes
+OUT/table.txt, .csv, .tex
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuromanifold._version import __version__
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.results.files import load_json, save_json
+
+_PACKAGES = ("transformers", "datasets", "numpy", "triton")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all tasks of a folder."""
+
+    batches: int = 128
+    batch_size: int = 64
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = 0  # of the rows, of a drawn classifier and of the estimators' noise
+
+    def __post_init__(self) -> None:
+        integer_in_range(self.batches, "batches", 1, 10**9, "how many batches")
+        integer_in_range(self.batch_size, "batch_size", 1, 10**9, "samples in a batch")
+        integer_in_range(self.seed, "seed", 0, 2**63 - 1, "a seed")
+
+
+class Folder:
+    """Where everything is kept."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        """Make the folder, or check that it was begun with the same settings."""
+        if path.exists() and not path.is_dir():
+            raise ValueError(message("out", "a folder", f"the file {path}"))
+        self.path, self._settings = path, path / "settings.json"
+        if self._settings.exists():
+            head = load_json(self._settings)
+            if head.get("kind") != "reproduce":
+                raise ValueError(message("out", "a folder of an earlier run", f"{path} with another settings.json"))
+            before = head["settings"]
+            if head["tasks"] and isinstance(before, dict):  # else nothing has been done in it
+                _must_agree(asdict(settings), before, self.path, "")
+                return
+        elif path.is_dir() and any(path.iterdir()):
+            got = f"{path} with {', '.join(sorted(entry.name for entry in path.iterdir())[:4])}"
+            raise ValueError(message("out", "an empty folder, or one of an earlier run", got, "Give another."))
+        path.mkdir(parents=True, exist_ok=True)
+        self._write(asdict(settings), {})
+
+    def claim(self, task: str, identity: dict[str, Any]) -> None:
+        """Enter a task, or check that model and data are those it was begun with."""
+        head = load_json(self._settings)
+        settings, tasks = head["settings"], head["tasks"]
+        assert isinstance(settings, dict)
+        assert isinstance(tasks, dict)
+        if task in tasks:
+            self.check(task, identity)
+            return
+        (self.path / task).mkdir(exist_ok=True)
+        self._write(settings, {**tasks, task: identity})
+
+    def check(self, task: str, identity: dict[str, Any]) -> None:
+        """That these are as they were, if the task has been begun."""
+        before = self.task(task)
+        if before is not None:
+            _must_agree(identity, before, self.path, f" of {task}")
+
+    def task(self, name: str) -> dict[str, Any] | None:
+        """What is known of a task; None if it has not been begun."""
+        found = load_json(self._settings)["tasks"]
+        assert isinstance(found, dict)
+        return found.get(name)
+
+    def file(self, task: str, name: str) -> Path:
+        """A file of a task."""
+        return self.path / task / name
+
+    def numbers(self, task: str, key: str) -> dict[str, Any] | None:
+        """What a finished step of a task has found; None if it is not finished."""
+        path = self.file(task, f"{key}.json")
+        return load_json(path) if path.exists() else None
+
+    def keep(self, task: str, key: str, kind: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Write the numbers of a finished step."""
+        save_json(self.file(task, f"{key}.json"), kind, json.loads(json.dumps(_finite(values))))
+        return values
+
+    def _write(self, settings: dict[str, Any], tasks: dict[str, Any]) -> None:
+        values: dict[str, object] = {
+            "settings": settings,
+            "tasks": tasks,
+            "versions": versions(),
+            "precision": _precision(),
+        }
+        save_json(self._settings, "reproduce", values)
+
+
+def versions() -> dict[str, str]:
+    """Of everything that numbers depend on."""
+    found = {"neuromanifold": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _precision() -> dict[str, bool]:
+    """Whether a GPU may round products of float32 to TF32."""
+    return {
+        "tf32 in products": torch.backends.cuda.matmul.allow_tf32,
+        "tf32 in convolutions": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def _must_agree(now: dict[str, Any], before: dict[str, Any], path: Path, whose: str) -> None:
+    different = [f"{name} ({before.get(name)}, now {now[name]})" for name in now if now[name] != before.get(name)]
+    if different:
+        got = f"one with other settings{whose}: {', '.join(different)}"
+        advice = "Give another folder with --out, or the settings it was begun with."
+        raise ValueError(message("out", f"a folder of the same run ({path})", got, advice))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

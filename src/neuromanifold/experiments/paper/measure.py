@@ -1,0 +1,151 @@
+"""One estimator of a task: run, compare with the exact diagonal, keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
+from neuromanifold.experiments.paper.folder import Folder, versions
+from neuromanifold.experiments.paper.sources import Prepared
+from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.comparison import compare
+from neuromanifold.results.diagonal import load_diagonal
+from neuromanifold.run.fisher import fisher_diagonal
+from neuromanifold.run.progress import Observer
+from neuromanifold.run.trials import EPSILON, short_name
+
+Watch = Callable[[str, int], AbstractContextManager[Observer | None]]
+"""What is run, over how many batches: gives what shall be told how far it is."""
+
+_LOOKED_AT = 4  # batches, for what is said about predictions
+
+
+def wanted_columns(prepared: Prepared) -> list[Column]:
+    """The table's, and those of the curve; without labels those that need none."""
+    found = [*COLUMNS, *curve(prepared.classes)[1:]]
+    return [column for column in found if prepared.labelled or not column.estimator.needs_labels]
+
+
+def exact_diagonal(prepared: Prepared, folder: Folder, seed: int, watch: Watch) -> DiagonalFisher:
+    """The reference of all errors: made once, and read from then on."""
+    task, path = prepared.task.name, folder.file(prepared.task.name, "exact.safetensors")
+    if folder.numbers(task, EXACT.key) is not None and path.exists():
+        return load_diagonal(path)
+    result, seconds = _run(prepared, EXACT, folder, seed, watch)
+    result.save(path)
+    _finish(prepared, folder, EXACT, _numbers(prepared, EXACT, result, result, seconds))
+    return result
+
+
+def measure(
+    prepared: Prepared, column: Column, exact: DiagonalFisher, folder: Folder, seed: int, watch: Watch, keep: bool
+) -> dict[str, Any]:
+    """Run a column and keep its errors; with `keep` its diagonal, too, if it is one of the table."""
+    result, seconds = _run(prepared, column, folder, seed, watch)
+    if keep and column in COLUMNS:
+        result.save(folder.file(prepared.task.name, f"{column.key}.safetensors"))
+    return _finish(prepared, folder, column, _numbers(prepared, column, result, exact, seconds))
+
+
+def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
+    """Embeddings stand apart: the row of a rare word has the class noise of the one or two samples that contain it."""
+    tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
+    every = {name: id(parameter) for name, parameter in module.named_parameters() if parameter.requires_grad}
+    groups = {
+        "all": list(every),
+        "rest": [name for name, own in every.items() if own not in tables],
+        "embeddings": [name for name, own in every.items() if own in tables],
+    }
+    return {group: names for group, names in groups.items() if names}
+
+
+@torch.no_grad()
+def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
+    """How sure the network is, and how often it is right: a wrong order of classes would show."""
+    kept = folder.numbers(prepared.task.name, "facts")
+    if kept is not None:
+        return kept
+    module = prepared.module
+    device = next(module.parameters()).device
+    largest: list[Tensor] = []
+    right: list[Tensor] = []
+    for batch in prepared.batches(min(_LOOKED_AT, len(prepared.data))):
+        inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+        probabilities = module(**inputs).logits.cpu().double().softmax(-1)
+        largest.append(probabilities.max(-1).values)
+        if prepared.labelled:
+            right.append((probabilities.argmax(-1) == batch["labels"]).double())
+    facts = {
+        "mean_largest_probability": float(torch.cat(largest).mean()),
+        "accuracy": float(torch.cat(right).mean()) if right else None,
+        "looked_at": sum(len(one) for one in largest),
+    }
+    return folder.keep(prepared.task.name, "facts", "facts", facts)
+
+
+def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch) -> tuple[DiagonalFisher, float]:
+    """The diagonal on the CPU, and the seconds it took (since the run was last taken up)."""
+    task = prepared.task.name
+    with watch(f"{task}: {column.text}, by {column.by}", len(prepared.data)) as observer:
+        start = time.perf_counter()
+        result = fisher_diagonal(
+            prepared.module,
+            prepared.data,
+            column.estimator,
+            likelihood=prepared.model.likelihood,
+            granularity=column.granularity,
+            reduction="sum",
+            seed=seed,
+            progress=observer or False,
+            checkpoint=folder.file(task, f"{column.key}.checkpoint"),
+        )
+        seconds = time.perf_counter() - start
+    p = result.provenance
+    named = dataclasses.replace(p, model=f"{prepared.model.about} ({p.model})", data=prepared.data.about)
+    return dataclasses.replace(result.to("cpu"), provenance=named), seconds
+
+
+def _numbers(
+    prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
+) -> dict[str, Any]:
+    p = result.provenance
+    coarse = [name for name, way in p.granularity.items() if way == "batch"] if column.by == "samples" else []
+    groups = parameter_groups(prepared.module)
+    return {
+        "estimator": short_name(column.estimator),
+        "by": column.by,
+        "target": p.target,
+        "random": column.estimator.noise_factor > 0,
+        "passes": p.passes / p.batches,
+        "batches": p.batches,
+        "samples": result.count,
+        "seed": p.seeds,
+        "relative_error": result.relative_error,
+        "without_rule": coarse,
+        "errors": {group: _errors(result, exact, names) for group, names in groups.items()},
+        "seconds": seconds,
+        "device": p.device,
+        "versions": versions(),
+    }
+
+
+def _errors(result: DiagonalFisher, exact: DiagonalFisher, names: list[str]) -> dict[str, Any]:
+    """Of sums over the samples, with the paper's ε."""
+    mine, theirs = ({name: one.sums[name] for name in names} for one in (result, exact))
+    return asdict(compare(mine, theirs, EPSILON))
+
+
+def _finish(prepared: Prepared, folder: Folder, column: Column, numbers: dict[str, Any]) -> dict[str, Any]:
+    """The numbers are written last: they say that the column is finished."""
+    task = prepared.task.name
+    folder.keep(task, column.key, "column", numbers)
+    folder.file(task, f"{column.key}.checkpoint").unlink(missing_ok=True)
+    return numbers

@@ -1,0 +1,221 @@
+"""Model and rows of a task, from the hub or from local folders and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from neuromanifold.experiments.paper.folder import Folder, Settings
+from neuromanifold.experiments.paper.tasks import PaperTask
+from neuromanifold.loading import LoadedData, LoadedModel, LoadError, load_data, load_model
+from neuromanifold.loading.columns import USUAL, parse_columns
+from neuromanifold.loading.data import OwnData
+from neuromanifold.loading.errors import hub_error
+from neuromanifold.loading.functions import is_function_name
+from neuromanifold.loading.tables import SUFFIXES, read_table
+from neuromanifold.loading.tasks import Task
+from neuromanifold.run.fingerprint import fingerprint
+
+_LOCAL = {"model": "FOLDER", "data": "FILE"}
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the user gives instead of the hub's names."""
+
+    model: str | None = None
+    data: str | None = None
+    columns: str | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task that can be run."""
+
+    task: PaperTask
+    model: LoadedModel
+    data: LoadedData
+    labelled: bool  # whether the rows have labels of the model's classes
+    left_out: int  # rows that had none
+    own: bool  # whether model or data are not those that the task names
+
+    @property
+    def module(self) -> nn.Module:
+        """The network."""
+        return self.model.module
+
+    @property
+    def title(self) -> str:
+        """Of pictures."""
+        return f"{self.model.about.rstrip('/')}, in place of {self.task.title}" if self.own else self.task.title
+
+    @property
+    def classes(self) -> int:
+        """C, as the network has it."""
+        return self.model.classes or self.task.classes
+
+    def batches(self, count: int) -> list[dict[str, Any]]:
+        """So many batches, beginning anew where there are fewer."""
+        some = replace(self.data, rows=self.data.rows[: count * self.data.batch_size])
+        made = [batch for batch in some if isinstance(batch, dict)]
+        return [made[i % len(made)] for i in range(count)]
+
+
+def prepare(task: PaperTask, source: Source, settings: Settings, folder: Folder, tell: Tell) -> Prepared:
+    """Load the model, choose the rows, and enter both into the folder."""
+    with _hints(task, source):
+        model = _model(task, source, settings)
+        data = _data(task, source, settings, model, labels=True)
+        begun = {"model": model.about, "source": data.about}
+        folder.check(task.name, begun)
+        rows, labelled, left_out = _rows(data, model, task, settings, folder, tell)
+        if not labelled:
+            data = _data(task, source, settings, model, labels=False)
+    own = source.model is not None or source.data is not None
+    about = f"{data.about}, {len(rows):,} of them drawn with seed {settings.seed}"
+    about += f", {left_out:,} without a usable label left out" if left_out else ""
+    prepared = Prepared(task, model, replace(data, rows=tuple(rows), about=about), labelled, left_out, own)
+    folder.claim(task.name, {**begun, **_identity(prepared)})
+    if folder.numbers(task.name, "rows") is None:
+        folder.keep(task.name, "rows", "rows", {"rows": rows, "labelled": labelled, "left_out": left_out})
+    return prepared
+
+
+@contextmanager
+def _hints(task: PaperTask, source: Source) -> Iterator[None]:
+    """Which task it was, and how to do without the hub."""
+    try:
+        yield
+    except LoadError as error:
+        options = [f"--{name} {kind}" for name, kind in _LOCAL.items() if getattr(source, name) is None]
+        hint = f" For local copies: neuromanifold reproduce {task.name} {' '.join(options)}." if options else ""
+        raise LoadError(f"Task {task.name}: {error}{hint}") from error
+
+
+def _model(task: PaperTask, source: Source, settings: Settings) -> LoadedModel:
+    where = source.model or task.model
+    if is_function_name(where):
+        raise LoadError(f"`model`: {where} is a function; here it must be a folder or a name on the hub.")
+    loaded = load_model(
+        where,
+        task=task.kind,
+        classes=None if task.fine_tuned else task.classes,
+        dtype=settings.dtype,
+        device=settings.device,
+        seed=settings.seed,
+        revision=None if source.model else "main",  # by this name the hub's weights are had as safetensors, too
+    )
+    if task.class_names and not loaded.class_names and (source.model is None or not task.fine_tuned):
+        loaded = replace(loaded, class_names=dict(task.class_names))
+    return loaded
+
+
+def _data(task: PaperTask, source: Source, settings: Settings, model: LoadedModel, labels: bool) -> LoadedData:
+    """All rows in a random order."""
+    where = source.data or task.data
+    try:
+        loaded = _loaded(where, task, source, settings, model, labels)
+    except RuntimeError as error:  # a data set that is made by a script, which the hub's library no longer runs
+        if Path(where).expanduser().exists():
+            raise
+        raise hub_error("data", where, error) from error
+    if not isinstance(loaded, LoadedData):
+        raise LoadError(f"`data`: {where} is a function; here it must be a file, a folder or a name on the hub.")
+    return replace(loaded, about=loaded.about.replace(", all of ", ", "))
+
+
+def _loaded(
+    where: str, task: PaperTask, source: Source, settings: Settings, model: LoadedModel, labels: bool
+) -> LoadedData | OwnData:
+    return load_data(
+        where,
+        model,
+        split="train",
+        subset=task.subset if source.data is None else None,
+        columns=_columns(task, source),
+        labels=labels,
+        batch_size=settings.batch_size,
+        max_length=_longest(task, model),
+        seed=settings.seed,
+    )
+
+
+def _columns(task: PaperTask, source: Source) -> dict[str, str] | None:
+    """As given; else those of the hub's data, of a file as far as it has them and no usual ones."""
+    if source.columns is not None:
+        return parse_columns(source.columns, task.kind)
+    if source.data is None:
+        return dict(task.columns) or None
+    path = Path(source.data).expanduser()
+    if path.suffix not in SUFFIXES or not path.is_file():
+        return None
+    names = set(read_table(path).names)
+    unusual = {role: name for role, name in task.columns.items() if name in names and not names & set(USUAL[role])}
+    return unusual or None
+
+
+def _longest(task: PaperTask, model: LoadedModel) -> int | None:
+    places = getattr(model.config, "max_position_embeddings", None) if task.kind is Task.TEXT else None
+    return min(task.longest, places) if task.longest and places else task.longest
+
+
+def _rows(
+    data: LoadedData, model: LoadedModel, task: PaperTask, settings: Settings, folder: Folder, tell: Tell
+) -> tuple[list[int], bool, int]:
+    """The first rows with a usable label; all rows, and False, where most have none.  And how many were left out."""
+    kept = folder.numbers(task.name, "rows")
+    if kept is not None:
+        return list(kept["rows"]), bool(kept["labelled"]), int(kept["left_out"])
+    wanted, size = settings.batches * settings.batch_size, settings.batch_size
+    tell(f"{task.name}: choosing {min(wanted, len(data.rows)):,} of {len(data.rows):,} rows")
+    good: list[int] = []
+    seen, reason = 0, ""
+    while len(good) < wanted and seen < len(data.rows):
+        part = list(data.rows[seen : seen + min(size, wanted - len(good))])
+        found, why = _usable(data, part)
+        good, seen, reason = good + found, seen + len(part), reason or why
+        if seen >= wanted and 2 * len(good) < seen:
+            break
+    if 2 * len(good) >= seen:
+        return good, True, seen - len(good)
+    missing = f"{seen - len(good):,} of {seen:,} rows have no label of the {model.classes} classes"
+    tell(f"{task.name}: {missing}, so columns that need labels stay empty. ({reason})")
+    return list(data.rows[:wanted]), False, 0
+
+
+def _usable(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
+    """Those rows whose labels are classes of the model, and what is said of the first other one."""
+    try:
+        data.make(rows)
+    except LoadError as error:
+        if not str(error).startswith("`labels`"):
+            raise
+        if len(rows) == 1:
+            return [], str(error)
+        half = len(rows) // 2
+        parts = [_usable(data, part) for part in (rows[:half], rows[half:])]
+        return parts[0][0] + parts[1][0], parts[0][1] or parts[1][1]
+    return rows, ""
+
+
+def _identity(prepared: Prepared) -> dict[str, Any]:
+    """What has to be the same in a rerun."""
+    module, data = prepared.module, prepared.data
+    (first,) = prepared.batches(1)
+    return {
+        "data": data.about,
+        "own": prepared.own,
+        "samples": data.samples,
+        "labelled": prepared.labelled,
+        "left out": prepared.left_out,
+        "classes": prepared.classes,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "weights": fingerprint(*module.named_parameters(), *module.named_buffers()),
+        "first batch": fingerprint(*sorted(first.items())),
+    }

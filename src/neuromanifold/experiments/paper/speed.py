@@ -1,0 +1,99 @@
+"""Seconds for a batch, of each column: all in turn, so that a busy machine is busy for all; medians.
+
+for each round:
+    for each column:
+        run over a few batches that lie ready on the device; note the time from one batch to the next
+the first batch of a run, in which it is found out how samples go through the network, does not count
+
+On a CPU it is the processor's time that is taken, which others on the machine lengthen less than the clock's.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column
+from neuromanifold.experiments.paper.folder import Folder
+from neuromanifold.experiments.paper.sources import Prepared
+from neuromanifold.run.batches import model_device
+from neuromanifold.run.fisher import fisher_diagonal
+from neuromanifold.run.granularity import SlowPathWarning
+
+ROUNDS, TIMED = 5, 2  # TIMED batches count in each round
+_FEW = 8  # passes: what takes more is timed once
+
+Batch = dict[str, Tensor]
+
+
+def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Kept in speed.json."""
+    kept = folder.numbers(prepared.task.name, "speed")
+    if kept is not None:
+        return kept
+    device = model_device(prepared.module)
+    batches = [_ready(batch, device) for batch in prepared.batches(TIMED + 1)]
+    often, once = ((EXACT, *COLUMNS), ()) if prepared.classes <= _FEW else (COLUMNS, (EXACT,))
+    seconds: dict[str, list[float]] = {column.key: [] for column in (EXACT, *COLUMNS)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPathWarning)
+        for column in COLUMNS:  # kernels are compiled and memory is had before the first round
+            _seconds(prepared, column, batches[:1], device)
+        for _ in range(rounds):
+            for column in often:
+                seconds[column.key] += _seconds(prepared, column, batches, device)
+        for column in once:
+            seconds[column.key] += _seconds(prepared, column, batches[:2], device)
+    values = {
+        "seconds": {key: median(found) for key, found in seconds.items()},
+        "batches_timed": {key: len(found) for key, found in seconds.items()},
+        "batch_size": prepared.data.batch_size,
+        "rounds": rounds,
+        "device": device_name(device),
+    }
+    return folder.keep(prepared.task.name, "speed", "speed", values)
+
+
+def device_name(device: torch.device) -> str:
+    """What computes."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, processor time"
+
+
+def _ready(batch: Batch, device: torch.device) -> Batch:
+    """On the device, with labels: where the data have none any will do, since only the time is of interest."""
+    samples = len(next(iter(batch.values())))
+    labels = batch.get("labels", torch.zeros(samples, dtype=torch.int64))
+    return {name: value.to(device) for name, value in {**batch, "labels": labels}.items()}
+
+
+def _seconds(prepared: Prepared, column: Column, batches: list[Batch], device: torch.device) -> list[float]:
+    """Of each batch but the first."""
+    moments: list[float] = []
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+
+    def noted() -> Iterator[Batch]:
+        for batch in [*batches, None]:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            moments.append(clock())
+            if batch is not None:
+                yield batch
+
+    fisher_diagonal(
+        prepared.module,
+        noted(),
+        column.estimator,
+        likelihood=prepared.model.likelihood,
+        granularity=column.granularity,
+    )
+    return [after - before for before, after in pairwise(moments[1:])]

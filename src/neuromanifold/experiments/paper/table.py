@@ -1,0 +1,214 @@
+"""The table: as text for people, as CSV for programs, as LaTeX in the paper's layout."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from neuromanifold.experiments.paper.columns import BASELINE, COLUMNS, EXACT, OURS, PAPER, Column, curve
+from neuromanifold.experiments.paper.folder import Folder
+from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
+from neuromanifold.results.files import save_text
+
+GROUPS = {"all": "all parameters", "rest": "all but embeddings", "embeddings": "embeddings"}
+_SHORT = {"all": "RelMAE", "rest": "but emb.", "embeddings": "embeddings"}
+NOTES = """\
+RelMAE: mean of |estimate - F|/(F + 1e-12) over all entries, F the exact diagonal summed over the samples.
+×: speed, the time for a batch of the squared batch gradient over the estimator's (larger is faster), medians.
+eFIM (table): the squared gradient of a whole batch, the only "empirical FIM" that one backward for each batch can give.
+eFIM (text): the sum of the samples' squared gradients, as the paper defines it.
+paper: as printed there, for the paper's networks and data.  *: with --model or --data, perhaps other ones.
+"""
+
+
+@dataclass(frozen=True)
+class TaskNumbers:
+    """What is kept of a task."""
+
+    task: PaperTask
+    about: dict[str, Any]
+    facts: dict[str, Any]
+    columns: dict[str, dict[str, Any]]  # by key, those that are finished
+    seconds: dict[str, float]  # for a batch, by key
+    device: str
+
+    def relmae(self, column: Column, group: str = "all") -> float | None:
+        """The error of a column; None where there is none."""
+        errors = self.columns.get(column.key, {}).get("errors", {}).get(group)
+        return None if errors is None else errors["relmae"]
+
+    def speed(self, column: Column) -> float | None:
+        """Relative to the paper's empirical FIM."""
+        own = self.seconds.get(column.key)
+        return self.seconds[BASELINE.key] / own if own else None
+
+    @property
+    def row(self) -> str:
+        """The paper's name for it, with a mark where model or data may be others than the paper's."""
+        return self.task.row + (" *" if self.about["own"] else "")
+
+    @property
+    def groups(self) -> list[str]:
+        """Of parameters: embeddings and the rest apart, where there are embeddings."""
+        has = "embeddings" in self.columns[EXACT.key]["errors"]
+        return [group for group in GROUPS if group == "all" or has]
+
+    @property
+    def every(self) -> list[Column]:
+        """The table's columns, and those of the curve, as far as they are finished."""
+        found = [EXACT, *COLUMNS, *curve(self.about["classes"])[1:]]
+        return [column for column in found if column.key in self.columns]
+
+
+def read_numbers(folder: Folder) -> list[TaskNumbers]:
+    """Of all tasks whose exact diagonal is finished, in the paper's order."""
+    found = []
+    for name, task in TASKS.items():
+        about = folder.task(name)
+        if about is None or folder.numbers(name, EXACT.key) is None:
+            continue
+        keys = [column.key for column in (EXACT, *COLUMNS, *curve(about["classes"]))]
+        columns = {key: numbers for key in keys if (numbers := folder.numbers(name, key)) is not None}
+        speed = folder.numbers(name, "speed") or {"seconds": {}, "device": ""}
+        facts = folder.numbers(name, "facts") or {}
+        found.append(TaskNumbers(task, about, facts, columns, speed["seconds"], speed["device"]))
+    return found
+
+
+def write_tables(folder: Folder) -> str:
+    """table.txt, table.csv and table.tex; gives the text."""
+    tasks = read_numbers(folder)
+    text = as_text(tasks)
+    save_text(folder.path / "table.txt", text)
+    save_text(folder.path / "table.csv", as_csv(tasks))
+    save_text(folder.path / "table.tex", as_latex(tasks))
+    return text
+
+
+def as_text(tasks: Sequence[TaskNumbers]) -> str:
+    """The paper's layout first, then everything about each task."""
+    parts = [_overview(tasks, "all")]
+    if any("rest" in one.groups for one in tasks):
+        parts.append(_overview([one for one in tasks if "rest" in one.groups], "rest"))
+    return "\n".join([*parts, NOTES, *(_details(one) for one in tasks)])
+
+
+def as_csv(tasks: Sequence[TaskNumbers]) -> str:
+    """A line for each task, group of parameters and estimator."""
+    out = io.StringIO()
+    quantities = ("relmae", "relmae_positive", "mae", "mean_ratio", "cosine", "rank_correlation", "entries", "positive")
+    head = ["task", "group", "column", "estimator", "by", "target", "passes", *quantities]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*head, "seconds_per_batch", "speed", "paper_relmae", "paper_speed"])
+    for one in tasks:
+        for column in one.every:
+            numbers, printed = one.columns[column.key], one.task.printed.get(column.key)
+            for group, errors in numbers["errors"].items():
+                row = [
+                    one.task.name,
+                    group,
+                    column.key,
+                    *(numbers[key] for key in ("estimator", "by", "target", "passes")),
+                ]
+                row += [errors[quantity] for quantity in quantities]
+                row += [one.seconds.get(column.key), one.speed(column)]
+                writer.writerow([*row, *((printed.relmae, printed.speed) if printed else (None, None))])
+    return out.getvalue()
+
+
+def as_latex(tasks: Sequence[TaskNumbers]) -> str:
+    """For `booktabs`; the least error of a row is bold, as in the paper, whose own rows stand below ours in grey."""
+    heads = " & ".join(f"${column.latex}$" for column in COLUMNS)
+    lines = [
+        r"% needs \usepackage{amssymb, booktabs, xcolor}",
+        rf"\begin{{tabular}}{{l{'r' * len(PAPER)}|{'r' * len(OURS)}}}",
+        r"\toprule",
+        rf"& \multicolumn{{{len(PAPER)}}}{{c}}{{the paper's}} & \multicolumn{{{len(OURS)}}}{{c}}{{by samples}} \\",
+        rf"& {heads} \\",
+        r"\midrule",
+    ]
+    for one in tasks:
+        for group in one.groups[:2]:
+            name = one.row if group == "all" else r"\quad but embeddings"
+            lines.append(rf"{name} & {' & '.join(_latex_cells(one, group))} \\")
+        printed = (one.task.printed.get(column.key) for column in COLUMNS)
+        cells = (rf"\color{{gray}}{p.relmae:g}\,($\times{p.speed:.2f}$)" if p else "" for p in printed)
+        lines.append(rf"\quad\color{{gray}}the paper & {' & '.join(cells)} \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex_cells(one: TaskNumbers, group: str) -> list[str]:
+    errors = {column.key: one.relmae(column, group) for column in COLUMNS}
+    least = min((_shown(error) for error in errors.values() if error is not None), key=float)
+    cells = []
+    for column in COLUMNS:
+        error, speed = errors[column.key], one.speed(column)
+        if error is None:
+            cells.append("--")
+            continue
+        shown = rf"\mathbf{{{_shown(error)}}}" if _shown(error) == least else _shown(error)
+        cells.append(f"${shown}$" + (rf"\,($\times{speed:.2f}$)" if speed is not None and group == "all" else ""))
+    return cells
+
+
+def _overview(tasks: Sequence[TaskNumbers], group: str) -> str:
+    rows = [["", *(column.text for column in COLUMNS)], ["", *(f"by {column.by}" for column in COLUMNS)]]
+    for one in tasks:
+        cells = [_cell(one.relmae(column, group), one.speed(column)) for column in COLUMNS]
+        rows.append([one.row, *cells])
+        if group == "all":
+            printed = [one.task.printed.get(column.key) for column in COLUMNS]
+            rows.append(["  paper", *(f"{p.relmae:g} ×{p.speed:.2f}" if p else "" for p in printed)])
+    return f"RelMAE, {GROUPS[group]}\n{_aligned(rows)}"
+
+
+def _details(one: TaskNumbers) -> str:
+    a, sure, right = one.about, one.facts.get("mean_largest_probability"), one.facts.get("accuracy")
+    lines = [f"{'In place of ' if a['own'] else ''}{one.task.title}: {a['model']}; {a['data']}"]
+    said = [f"{a['parameters']:,} parameters", f"C = {a['classes']}", f"{a['samples']:,} samples"]
+    said += [f"mean largest probability {sure:.3f}"] if sure is not None else []
+    said += [f"accuracy {right:.3f}"] if right is not None else []
+    lines.append("; ".join([*said, *([f"times on {one.device}"] if one.device else [])]))
+    heads = [_SHORT[group] for group in one.groups]
+    rows = [["estimator", "by", "passes", *heads, "MAE", "rank corr.", "s/batch", "speed"]]
+    for column in one.every:
+        numbers = one.columns[column.key]
+        everything, seconds, speed = numbers["errors"]["all"], one.seconds.get(column.key), one.speed(column)
+        errors = [_number(numbers["errors"][group]["relmae"]) for group in one.groups]
+        rank = everything["rank_correlation"]
+        row = [numbers["estimator"], column.by, f"{numbers['passes']:g}", *errors, _number(everything["mae"])]
+        row += ["-" if rank is None else f"{rank:.4f}", _number(seconds), "" if speed is None else f"×{speed:.2f}"]
+        rows.append(row)
+    coarse = one.columns.get(OURS[-1].key, {}).get("without_rule", [])
+    if coarse:
+        shown = ", ".join(coarse[:2]) + (f" and {len(coarse) - 2} more" if len(coarse) > 2 else "")
+        lines.append(f"squared by batches even where it says samples, for want of a rule: {shown}")
+    return "\n".join([*lines, _aligned(rows)])
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _cell(error: float | None, speed: float | None) -> str:
+    return "-" if error is None else _shown(error) + ("" if speed is None else f" ×{speed:.2f}")
+
+
+def _shown(error: float) -> str:
+    """As the paper prints them; below a hundred-thousandth only rounding is left."""
+    return "0" if error < 1e-5 else f"{error:.2g}" if error < 1 else f"{error:.3g}" if error < 1000 else f"{error:.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

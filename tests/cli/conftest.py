@@ -1,0 +1,3 @@
+from tests.loading.conftest import folder
+
+__all__ = ["folder"]

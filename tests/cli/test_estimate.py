@@ -1,0 +1,316 @@
+"""`neuromanifold estimate` from end to end, on local models and files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuromanifold as nm
+from neuromanifold.loading import load_data, load_model
+from neuromanifold.reference.network import fisher_diagonal
+from tests.cli.commands import Folder, bad, good, own_module, run, write_data
+from tests.loading.tiny import save_adapter
+
+KINDS = ("text", "decoder text", "pairs", "tokens", "masked", "causal", "image", "audio")
+
+
+def model_of(kind: str) -> str:
+    return "text" if kind == "pairs" else kind
+
+
+def by_definition(folder: Path, data: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
+    """Σ_x F(x) of the positions that count, from one gradient for each output; and how many samples count."""
+    model = load_model(str(folder), dtype="float64", device="cpu").module
+
+    def forward(module: nn.Module) -> Tensor:
+        rows = []
+        for batch in data:
+            inputs = {name: v.double() if v.is_floating_point() else v for name, v in batch.items() if name != "labels"}
+            logits = module(**inputs).logits
+            counts = torch.ones(logits.shape[:-1], dtype=torch.bool)
+            if logits.ndim == 3:
+                counts = inputs["attention_mask"].bool()
+                counts = counts & (batch["labels"] != -100) if "labels" in batch else counts
+            rows.append(logits[counts])
+        return torch.cat(rows)
+
+    return fisher_diagonal(model, forward), sum(len(next(iter(batch.values()))) for batch in data)
+
+
+@pytest.mark.filterwarnings("default::neuromanifold.SlowPathWarning")  # normalised weights of a convolution
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_holds_the_fisher_information(folder: Folder, tmp_path: Path, kind: str) -> None:
+    source = folder(model_of(kind))
+    path, options = write_data(kind, tmp_path, 4)
+    out = tmp_path / "fim.safetensors"
+    common = ["-m", source, "-d", path, "-o", out, "-b", 3, "--device", "cpu", *options]
+    said = good("estimate", *common, "-e", "exact", "--dtype", "float64")
+    assert str(out) in said.replace("\n", "")
+    found = nm.load(out)
+    assert isinstance(found, nm.DiagonalFisher)
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    data = load_data(
+        str(path),
+        load_model(str(source), dtype="float64", device="cpu"),
+        columns=given.get("--columns"),
+        max_length=given.get("--max-length"),
+        mask=given.get("--mask", 0.15),
+        labels=False,
+        batch_size=3,  # the group norm of a sound model looks at the padding of a batch
+    )
+    expected, count = by_definition(source, list(data))  # type: ignore[arg-type]
+    assert found.count == count
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found.sums[name].double(), value, rtol=1e-5, atol=1e-7)
+    assert str(source) in found.provenance.model
+    assert path.name in found.provenance.data
+
+
+def test_options_reach_the_estimate(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("text", tmp_path, 12)
+    out = tmp_path / "fim.safetensors"
+    options = ["-b", 2, "--batches", 4, "--seed", 5, "-p", "classifier.*", "-p", "*.query.*", "--granularity", "batch"]
+    good("estimate", "-m", folder("text"), "-d", path, "-o", out, *options, "-e", "Hutchinson(probes=2, deflate=1)")
+    found = nm.load(out)
+    loaded = load_model(str(folder("text")), device="cpu")
+    expected = nm.fisher_diagonal(
+        loaded.module,
+        load_data(str(path), loaded, batch_size=2, batches=4, seed=5, labels=False),
+        estimator=nm.Hutchinson(probes=2, deflate=1),
+        parameters=["classifier.*", "*.query.*"],
+        granularity="batch",
+        seed=5,
+    )
+    assert isinstance(found, nm.DiagonalFisher)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    good("estimate", "-m", folder("text"), "-d", path, "-o", out, *options, "--noise-seed", 6)
+    other = nm.load(out)
+    assert isinstance(other, nm.DiagonalFisher)
+    assert other.provenance.seeds == [6]
+    assert other.provenance.data == found.provenance.data
+
+
+def test_a_relative_error_ends_the_run(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("image", tmp_path, 6)
+    out = tmp_path / "fim.safetensors"
+    said = good("estimate", "-m", folder("image"), "-d", path, "-o", out, "-b", 1, "--rtol", 10)
+    assert "stopped after 1 batches" in said
+
+
+def test_empirical_estimates_read_labels(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("text", tmp_path)
+    out = tmp_path / "fim.safetensors"
+    good("estimate", "-m", folder("text"), "-d", path, "-o", out, "-e", "Empirical")
+    path.write_text("text,label\ngood,7\n")
+    good("estimate", "-m", folder("text"), "-d", path, "-o", out)  # nobody looks at labels
+    out.unlink()
+    said = bad("estimate", "-m", folder("text"), "-d", path, "-o", out, "-e", "Empirical")
+    assert "`labels` must be between 0 and 1, as the model has 2 classes, got 7 in row 0" in said
+    assert not out.exists()
+
+
+def test_a_fresh_classifier(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("text", tmp_path)
+    out = tmp_path / "fim.safetensors"
+    common = ["estimate", "-m", folder("headless"), "-d", path, "-o", out, "--task", "text"]
+    assert "--classes N" in bad(*common)
+    good(*common, "--classes", 4)
+    found = nm.load(out)
+    assert isinstance(found, nm.DiagonalFisher)
+    assert found["classifier.weight"].shape == (4, 16)
+    assert "drawn with seed 0" in found.provenance.model
+
+
+def test_an_adapter_has_a_fisher_information_of_its_own(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("text", tmp_path)
+    adapted = save_adapter(folder("headless"), tmp_path / "adapter")
+    out = tmp_path / "fim.safetensors"
+    options = ["--task", "text", "--classes", 3, "--adapter", tmp_path / "adapter", "-e", "Exact"]
+    good("estimate", "-m", folder("headless"), "-d", path, "-o", out, *options)
+    found = nm.load(out)
+    assert isinstance(found, nm.DiagonalFisher)
+    assert set(found) == {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    loaded = load_model(str(folder("headless")), "text", classes=3, device="cpu")
+    expected = nm.fisher_diagonal(adapted, load_data(str(path), loaded, labels=False), nm.Exact())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
+
+
+# ----------------------------------------------------------------------------------- parts, interruptions, resuming
+
+
+def test_two_shards_combined_equal_one_run(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("text", tmp_path, 14)
+    common = ["estimate", "-m", folder("text"), "-d", path, "-b", 2]
+    for shard in ("0/2", "1/2"):
+        good(*common, "--shard", shard, "-o", tmp_path / f"{shard[0]}.safetensors")
+    good(*common, "-o", tmp_path / "one.safetensors")
+    parts = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    said = good("combine", *parts, "-o", tmp_path / "both.safetensors")
+    assert "Note:" not in said  # their noise is not shared
+    one, both = (nm.load(tmp_path / f"{name}.safetensors") for name in ("one", "both"))
+    assert isinstance(one, nm.DiagonalFisher)
+    assert isinstance(both, nm.DiagonalFisher)
+    assert (one.count, one.provenance.batches) == (both.count, both.provenance.batches) == (14, 7)
+    for name in one:
+        torch.testing.assert_close(both.sums[name], one.sums[name], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(both.noise[name], one.noise[name], rtol=1e-4, atol=1e-8)
+    assert "twice" in bad("combine", parts[0], parts[0], "-o", tmp_path / "both.safetensors")
+
+
+def test_ctrl_c_keeps_what_was_done_and_a_rerun_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_module(tmp_path, monkeypatch)
+    common = ["estimate", "-m", "my_own:model", "-d", "my_own:interrupted"]
+    good(*common, "-o", "whole.safetensors")
+    (tmp_path / "interrupt").touch()
+    result = run(*common, "-o", "part.safetensors", "--checkpoint", "state.safetensors")
+    assert result.exit_code == 130, result.output
+    assert "run the same command again" in result.output
+    part = nm.load("part.safetensors")
+    assert isinstance(part, nm.DiagonalFisher)
+    assert 3 <= part.provenance.batches < 8
+    assert part.provenance.stopped.startswith("interrupted after")
+    good(*common, "-o", "part.safetensors", "--checkpoint", "state.safetensors")
+    assert not (tmp_path / "state.safetensors").exists()
+    whole, resumed = nm.load("whole.safetensors"), nm.load("part.safetensors")
+    assert isinstance(whole, nm.DiagonalFisher)
+    assert isinstance(resumed, nm.DiagonalFisher)
+    assert resumed.provenance == whole.provenance
+    assert all(torch.equal(whole.sums[name], resumed.sums[name]) for name in whole)
+    assert all(torch.equal(whole.noise[name], resumed.noise[name]) for name in whole)
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_module(tmp_path, monkeypatch)
+    common = ["estimate", "-m", "my_own:model", "-d", "my_own:killed"]
+    good(*common, "-o", "whole.safetensors")
+    (tmp_path / "kill").touch()
+    keeping = ["-o", "fim.safetensors", "--checkpoint", "state.safetensors", "--checkpoint-every", "0"]
+    command = [sys.executable, "-m", "neuromanifold", *common, *keeping]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert killed.returncode == -9
+    assert not (tmp_path / "fim.safetensors").exists()
+    assert (tmp_path / "state.safetensors").exists()
+    good(*common, *keeping)
+    whole, resumed = nm.load("whole.safetensors"), nm.load("fim.safetensors")
+    assert isinstance(whole, nm.DiagonalFisher)
+    assert isinstance(resumed, nm.DiagonalFisher)
+    assert all(torch.equal(whole.sums[name], resumed.sums[name]) for name in whole)
+    assert all(torch.equal(whole.noise[name], resumed.noise[name]) for name in whole)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_module(tmp_path, monkeypatch)
+    (tmp_path / "interrupt").touch()
+    common = ["estimate", "-m", "my_own:model", "-d", "my_own:interrupted", "-o", "fim.safetensors"]
+    assert run(*common, "--checkpoint", "state.safetensors").exit_code == 130
+    assert "differs in seed" in bad(*common, "--checkpoint", "state.safetensors", "--seed", 1)
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+from neuromanifold.cli.app import app
+app(sys.argv[1:])
+"""
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_written(folder: Folder, tmp_path: Path) -> None:
+    path, _ = write_data("text", tmp_path)
+    out = tmp_path / "out" / "fim.safetensors"
+    out.parent.mkdir()
+    command = [sys.executable, "-c", FULL, "estimate", "-m", folder("text"), "-d", path, "-o", out]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert "Traceback" not in result.stderr
+    assert list(out.parent.iterdir()) == []
+
+
+def test_too_little_room_is_said_before_the_run(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    path, _ = write_data("text", tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    said = bad("estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "fim.safetensors")
+    assert "Make room" in said
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-d", "missing.csv"], "There is no missing.csv"),
+        (["-m", "./missing"], "There is no missing"),
+        (["-m", "my_own:nothing"], "has no 'nothing'"),
+        (["-d", "my_own:unlabelled"], "NaN"),
+        (["-o", "no/folder/fim.safetensors"], "in a folder that exists"),
+        (["-e", "Hutchinson(probe=2)"], "unexpected keyword argument"),
+        (["-e", "__import__('os')"], "one of Hutchinson, Exact"),
+        (["-e", "Full"], "one of Hutchinson, Exact"),
+        (["-e", "guess"], "one of Hutchinson, Exact"),
+        (["--shard", "2/2"], "I from 0 to N-1"),
+        (["--granularity", "token"], "auto, sample or batch"),
+        (["--likelihood", "poisson"], "one of categorical"),
+        (["--rtol", "-1"], "a positive number"),
+        (["-b", "many"], "a number of rows, or auto"),
+        (["-p", "nothing.*"], "a selection that matches something"),
+        (["--columns", "text=a"], "roles among label"),
+        (["-e", "Empirical"], "`labels` must be given"),
+        (["--device", "abacus"], "auto, cpu, cuda"),
+    ],
+)
+def test_bad_options_are_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    own_module(tmp_path, monkeypatch)
+    (tmp_path / "table.csv").write_text("a,label\n1,0\n")
+    given = {"-m": "my_own:model", "-d": "table.csv" if "--columns" in options else "my_own:batches"}
+    given |= {"-o": "fim.safetensors", **dict(zip(options[::2], options[1::2], strict=True))}
+    assert said in bad("estimate", *(part for pair in given.items() for part in pair))
+    assert not (tmp_path / "fim.safetensors").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".fim")]
+
+
+def test_wrong_columns_are_answered_with_those_present(folder: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("id,body\n1,good\n")
+    common = ["estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "fim.safetensors"]
+    assert "got id, body. Name it: --columns text=NAME" in bad(*common)
+    assert "names of columns (id, body), got text=review" in bad(*common, "--columns", "text=review")
+    good(*common, "--columns", "text=body")
+
+
+def test_damaged_and_pickled_models(folder: Folder, tmp_path: Path) -> None:
+    import shutil
+
+    path, _ = write_data("text", tmp_path)
+    copy = shutil.copytree(folder("text"), tmp_path / "copy")
+    whole = (copy / "model.safetensors").read_bytes()
+    common = ["estimate", "-m", copy, "-d", path, "-o", tmp_path / "fim.safetensors"]
+    (copy / "model.safetensors").write_bytes(whole[:-100])
+    assert "are damaged" in bad(*common)
+    (copy / "model.safetensors").unlink()
+    torch.save({}, copy / "pytorch_model.bin")
+    assert "A pickle can run any code" in bad(*common)
+
+
+def test_the_help_names_every_option_with_its_default() -> None:
+    said = good("estimate", "--help")
+    for option in ("--model", "--adapter", "--data", "--columns", "--estimator", "--granularity", "--rtol", "--batches",
+                   "--batch-size", "--max-length", "--dtype", "--device", "--parameters", "--seed", "--checkpoint",
+                   "--shard"):  # fmt: skip
+        assert option in said
+    assert "Hutchinson(deflate=1)" in said
