@@ -1,6 +1,7 @@
 # Every command works on a machine that has Python 3.11+ and make, and nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-all check bench docs figures clean
 
@@ -8,10 +9,10 @@ demo: .venv/installed-demo  ## every estimator on a small network, trained on th
 	$(BIN)/neuromanifold demo --out demo
 
 test: check  ## style, types, tests: what CI runs
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest $(PARALLEL) -m "not slow"
 
 test-all: check docs  ## also the slow tests, property tests drawn anew, and the docs
-	HYPOTHESIS_PROFILE=explore $(BIN)/pytest
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest $(PARALLEL)
 
 check: .venv/installed-test
 	$(BIN)/ruff format --check .
@@ -23,6 +24,8 @@ bench: .venv/installed-test  ## ratios measured side by side, printed and kept i
 	$(BIN)/python benchmarks/estimators.py
 	$(BIN)/python benchmarks/samplewise.py --skip-others
 	$(BIN)/python benchmarks/accuracy.py digits
+	$(BIN)/python benchmarks/bounds.py
+	$(BIN)/python benchmarks/operators.py
 
 docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure made anew
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -36,6 +36,15 @@ def test_moments_have_the_bounds_of_their_network(moments: list[Moment]) -> None
         moments[0].row("Theorem 1")
 
 
+def test_a_network_in_training_mode_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().train()
+    moment = along_training(lambda _: model, [0], batches(16)[:1])[0]
+    assert model.training
+    assert int(model[1].num_batches_tracked) == 0
+    largest = model.eval()(batches(16)[0][0]).softmax(-1).amax(-1)
+    assert moment.confidence == pytest.approx(float(largest.mean().detach()))
+
+
 def test_pictures_show_every_line_and_every_statement(moments: list[Moment]) -> None:
     figure = Figure()
     traces, errors = figure.subplots(1, 2)

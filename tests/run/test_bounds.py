@@ -132,6 +132,70 @@ def test_a_batch_is_only_split_if_the_model_says_the_same() -> None:
     assert split(lambda _: None, fixed, X[:4], 3) == []  # type: ignore[arg-type, return-value]
 
 
+class _Masked(nn.Module):
+    """Classes that are masked by large numbers, after samples have been mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x - x.mean(0)) - torch.tensor([0, 0, 1e9]).to(x)
+
+
+class _ZeroPositions(nn.Module):
+    """Position embeddings that begin as zeros, for positions [T]; their rows have gradients nevertheless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.position, self.last = nn.Embedding(7, 5), nn.Embedding(4, 5), nn.Linear(5, 3)
+        nn.init.zeros_(self.position.weight)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.word(ids) + self.position(positions)).mean(1))
+
+
+class _MixedGradients(nn.Module):
+    """Logits that do not depend on other samples, with gradients that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(torch.tanh(h + h.mean(0) - h.mean(0).detach()))
+
+
+@pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
+@pytest.mark.parametrize("kind", [_Masked, _ZeroPositions, _MixedGradients])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_split_that_only_seems_to_work_is_noticed(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    """Masked classes do not hide a difference, zeros do not hide a branch, and low precision does not hide both."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 7, (4, 4), generator=torch.Generator().manual_seed(0))
+    inputs = {"ids": ids, "positions": torch.arange(4)} if kind is _ZeroPositions else X[:4].to(dtype)
+    model = kind().to(dtype)
+    whole, parts = (
+        nm.fisher_bounds(model, [(inputs, Y[:4] % 2)], diagonals=False, actual="none", memory=memory)
+        for memory in (2**40, 1)
+    )
+    for a, b in zip(whole.terms, parts.terms, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_float16_overflows_for_no_class() -> None:
+    model = network().float()
+    with torch.no_grad():
+        model[2].weight[0] = 0
+        model[2].weight[1:] *= 30
+    data = [(X[:8].float(), Y[:8])]
+    exact = nm.fisher_bounds(model, data)
+    result = nm.fisher_bounds(copy.deepcopy(model).half(), [(X[:8].half(), Y[:8])])
+    for a, b in zip(result.rows, exact.rows, strict=True):
+        assert numbers(a) == pytest.approx(numbers(b), rel=0.1)
+
+
 def test_equality_at_full_rank_and_for_two_classes() -> None:
     full = nm.fisher_bounds(MODEL, batches(16), rank=2)
     assert full.rows[0].tightness[0] == pytest.approx(1, abs=1e-12)
@@ -192,6 +256,10 @@ def test_estimates_are_near_the_exact_norms() -> None:
         assert "estimated" in str(one)
         assert "±" in str(one)
     assert len({one.actual.upper_error for one in estimates}) == 3
+    passes = {cost.part: cost.passes for cost in estimates[0].costs}["norms of sums"]
+    assert passes >= 4 * 2 * (4 + 4 + 8 - 4)  # four batches; a sketch may have fewer directions than columns
+    full = nm.fisher_bounds(MODEL, batches(16), rank=2, diagonals=False, actual="estimate")
+    assert [row.actual for row in full.lower_error(2)] == [0] * 4
     again = nm.fisher_bounds(MODEL, batches(16), diagonals=False, actual="estimate", seed=0)
     assert again.actual == estimates[0].actual
 
@@ -207,6 +275,30 @@ def test_too_many_samples_are_estimated_and_a_generator_cannot_be(monkeypatch: p
     assert "estimated" in nm.fisher_bounds(MODEL, batches(1)[:2], diagonals=False).actual.how
     few = nm.fisher_bounds(MODEL, iter(batches(16)[:1]), diagonals=False, actual="none")
     assert few.actual.upper_error is None
+
+
+class _Bag(nn.Module):
+    """An operation without forward mode, which is not differentiable twice either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.last = nn.EmbeddingBag(6, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.bag(ids))
+
+
+@pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
+def test_norms_that_cannot_be_estimated_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuromanifold.run.kept_gradients._ROWS", 1)
+    model, data = _Bag(), [(torch.arange(6).view(2, 3), Y[:2])]
+    result = nm.fisher_bounds(model, data)
+    assert result.actual.upper_error is None
+    assert "not computed: `model` must be differentiable in forward mode" in str(result)
+    with pytest.raises(ValueError, match="forward mode"):
+        nm.fisher_bounds(model, data, actual="estimate")
+    with pytest.raises(TypeError, match="`data` must be a list or a DataLoader where actual='estimate'"):
+        nm.fisher_bounds(model, iter(data), actual="estimate")
 
 
 def test_nothing_is_recorded_or_kept_beyond_the_run() -> None:

@@ -23,8 +23,8 @@ from neuromanifold.bounds.norms import spectral_norm
 from neuromanifold.core import Categorical
 from neuromanifold.core.sums import square_root
 
-_ALL_LABELS = 40  # classes up to which the worst label is looked for among all
-_BLOCK = 2**22  # numbers of matrices that are decomposed at a time
+_BLOCK = 2**22  # numbers that are worked on at a time
+_HALVINGS = 60  # of intervals that hold an eigenvalue
 
 
 class Terms(NamedTuple):
@@ -177,30 +177,46 @@ def _given_label(p: Tensor, labels: Tensor | None, largest: Tensor, top2: Tensor
 
 def _label_error(K: Tensor, core: Categorical, labels: Tensor) -> Tensor:
     """‖Jᵀ(M - R(y))J‖_σ, [n]."""
-    values, vectors = torch.linalg.eigh(K)
-    root = vectors * values.clamp(min=0).sqrt()[:, None]  # root rootᵀ = K
-    difference = core.fisher() - core.empirical_fisher(labels)
+    root, difference = _root(K), core.fisher() - core.empirical_fisher(labels)
     found: Tensor = torch.linalg.eigvalsh(root.mT @ difference @ root).abs().amax(-1)
     return found
 
 
 def _worst_label_error(K: Tensor, core: Categorical) -> Tensor:
-    """max_y ‖Jᵀ(M - R(y))J‖_σ, [n].
+    """max_y ‖Jᵀ(M - R(y))J‖_σ, [n]."""
+    step = max(1, _BLOCK // core.dim**2)
+    parts = [slice(start, start + step) for start in range(0, len(K), step)]
+    found = [_label_errors(K[part], Categorical(core.logits[part])).amax(-1) for part in parts]
+    return torch.cat(found) if found else K.new_zeros(0)
 
-    Among all labels if the classes are few; else among the least likely one, of which Prop. 10 speaks, and the one with
-    the longest gradient: a value that some label has, and so a lower bound of the worst.
+
+def _label_errors(K: Tensor, core: Categorical) -> Tensor:
+    """‖Jᵀ(M - R(y))J‖_σ for all labels, [n, y].
+
+    One decomposition K^½ M K^½ = Q diag(a) Qᵀ serves them all: with w = QᵀK^½(e_y - p), the eigenvalues of
+    diag(a) - wwᵀ solve Σ_i w_i²/(a_i - λ) = 1.  The left side grows between poles, so intervals are halved that hold
+    the only one below zero, and the largest one, which lies between the two largest a_i.
     """
-    n, classes = core.probs.shape
-    if classes <= _ALL_LABELS:
-        candidates = [torch.full((n,), y, device=K.device) for y in range(classes)]
-    else:
-        diagonal, product = K.diagonal(dim1=-2, dim2=-1), (K @ core.probs[..., None])[..., 0]
-        candidates = [core.probs.argmin(-1), (diagonal - 2 * product).argmax(-1)]  # ‖Jᵀ(e_y - p)‖², up to a constant
-    step = max(1, _BLOCK // max(1, classes * classes))
-    found = torch.zeros(n, dtype=torch.float64, device=K.device)
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        some = Categorical(core.logits[part])
-        errors = [_label_error(K[part], some, labels[part]) for labels in candidates]
-        found[part] = torch.stack(errors).amax(0)
-    return found
+    root = _root(K)
+    a, Q = torch.linalg.eigh(root.mT @ core.fisher() @ root)  # ascending
+    rotated = root @ Q
+    squares = (rotated - core.probs[:, None] @ rotated).square()  # [n, y, i]
+    a = a.clamp(min=0)[:, None]
+
+    def halved(low: Tensor, high: Tensor) -> Tensor:
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            above = (squares / (a - middle[..., None])).sum(-1) > 1
+            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        return (low + high) / 2
+
+    lowest = halved(-squares.sum(-1), torch.zeros_like(squares[..., 0]))
+    highest = halved(a[..., -2].expand_as(lowest), a[..., -1].expand_as(lowest))
+    return torch.maximum(lowest.abs(), highest.abs())
+
+
+def _root(K: Tensor) -> Tensor:
+    """R with R Rᵀ = K."""
+    values, vectors = torch.linalg.eigh(K)
+    root: Tensor = vectors * values.clamp(min=0).sqrt()[:, None]
+    return root

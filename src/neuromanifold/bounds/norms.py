@@ -96,5 +96,6 @@ def _ritz(diagonal: list[float], beside: list[float], after: float) -> Norm:
 
 
 def _signs(like: Tensor, columns: int, generator: torch.Generator) -> Tensor:
-    bits = torch.randint(0, 2, (len(like), columns), generator=generator, device=generator.device)
+    shape, device = (len(like), columns), generator.device
+    bits = torch.randint(0, 2, shape, generator=generator, device=device, dtype=torch.int8)
     return (2 * bits - 1).to(like)

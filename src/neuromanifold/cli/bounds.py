@@ -32,7 +32,14 @@ def bounds(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write them to this file.", rich_help_panel="Run")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Also write them to this file, in safetensors format.",
+            rich_help_panel="Run",
+        ),
     ] = None,
     progress: Annotated[
         bool, typer.Option(help="Show how far it is, on standard error.", rich_help_panel="Run")
@@ -45,9 +52,9 @@ def bounds(
         neuromanifold bounds -m ./model -d reviews.csv -b 8 --rank 1
     """
     if output is not None:
-        check_output(output)
-    model = setup.load_model()
-    data = dataclasses.replace(setup, batches=setup.batches or BATCHES).load_data(model, labels)
+        check_output(output, setup.data)
+    size, model = setup.number, setup.load_model()
+    data = dataclasses.replace(setup, batches=setup.batches or BATCHES).load_data(model, labels, size)
     result = fisher_bounds(
         model.module,
         data,

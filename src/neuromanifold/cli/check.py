@@ -31,10 +31,10 @@ def check(
 
         neuromanifold check -m ./model -d reviews.csv -b 16
     """
-    model = setup.load_model()
+    size, model = setup.number, setup.load_model()
     result = run_check(
         model.module,
-        setup.load_data(model, labels),
+        setup.load_data(model, labels, size),
         likelihood=parse_likelihood(setup.likelihood, model.likelihood),
         parameters=setup.parameters or None,
         batches=setup.batches or 4,

@@ -17,6 +17,7 @@ PACKAGES = {  # what each is for
     "numpy": "",
     "safetensors": "",
     "triton": "kernels on a GPU",
+    "scipy": "sound at other rates",
     "typer": "command line",
     "rich": "command line",
     "matplotlib": "pictures",

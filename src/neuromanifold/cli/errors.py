@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 import warnings
 from typing import Any, TextIO
 
@@ -39,22 +40,28 @@ class FriendlyGroup(TyperGroup):
             except KeyboardInterrupt:
                 _say("Interrupted; nothing was written.")
                 raise typer.Exit(130) from None
-            except (
-                ValueError,
-                TypeError,
-                OSError,
-                SafetensorError,
-                torch.OutOfMemoryError,
-                ModuleNotFoundError,
-            ) as error:
+            except _OF_THE_USER as error:
                 if os.environ.get(TRACEBACK):
                     raise
                 _say(f"Error: {_text(error)}")
                 raise typer.Exit(2) from None
+            except (RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError, ImportError) as error:
+                if isinstance(error, (typer.Exit, typer.Abort)) or os.environ.get(TRACEBACK):
+                    raise
+                _say(f"Error: {_text(error)} ({_place(error)}; with {TRACEBACK}=1 the way there is shown.)")
+                raise typer.Exit(1) from None
+
+
+def _place(error: Exception) -> str:
+    """Of an error inside a model, a function of the user's own, or this library: what and where."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {last.filename}, line {last.lineno}"
 
 
 def _text(error: Exception) -> str:
     said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError):
+        return f"Out of memory. Take a smaller --batch-size (or auto), or fewer --parameters. ({said})"
     if isinstance(error, torch.OutOfMemoryError):
         return f"Out of memory on the device. Take a smaller --batch-size (or auto), or --dtype bfloat16. ({said})"
     if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in said:

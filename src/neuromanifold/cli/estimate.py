@@ -28,7 +28,11 @@ from neuromanifold.run.parameters import select_parameters
 def estimate(
     setup: Setup,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write, in safetensors format.", rich_help_panel="Run")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", rich_help_panel="Run",
+            help="The file to write, in safetensors format; one that is there is replaced.",
+        ),
     ],
     estimator: Annotated[
         str,
@@ -55,13 +59,14 @@ def estimate(
     noise_seed: Annotated[
         int | None,
         typer.Option(
-            "--noise-seed", min=0, rich_help_panel="Run", help="Of the estimator's noise alone; by default --seed."
+            "--noise-seed", min=0, metavar="N", rich_help_panel="Run",
+            help="Of the estimator's noise alone; by default --seed.",
         ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            "--checkpoint", rich_help_panel="Run",
+            "--checkpoint", metavar="FILE", rich_help_panel="Run",
             help="Keep the state of the run in this file; the same command then goes on where it was stopped, to the "
             "same numbers. It is removed once the result is written.",
         ),
@@ -80,9 +85,9 @@ def estimate(
             help="Only batches I, I+N, I+2N, ... (I from 0 to N-1); `neuromanifold combine` adds the parts.",
         ),
     ] = None,
-    progress: Annotated[
-        bool, typer.Option(help="Show how far it is, on a terminal.", rich_help_panel="Run")
-    ] = True,
+    no_progress: Annotated[
+        bool, typer.Option("--no-progress", help="Do not show how far it is.", rich_help_panel="Run")
+    ] = False,
 ) -> None:  # fmt: skip
     """Estimate the diagonal of a network's Fisher information, with standard errors, and write it to a file.
 
@@ -95,7 +100,7 @@ def estimate(
 
         neuromanifold estimate -m my.module:model -d my.module:batches -o fim.safetensors -e Exact
     """
-    check_output(output)
+    check_output(output, checkpoint, setup.data)
     chosen, part = parse_estimator(estimator), parse_shard(shard)
     if setup.size is None and (checkpoint is not None or part is not None):
         advice = "neuromanifold forecast -b auto finds one."
@@ -109,7 +114,7 @@ def estimate(
         "granularity": parse_granularity(granularity),
     }
     data = sized_data(setup, model, chosen.needs_labels, **options)
-    with live(length(data), progress) as observer:
+    with live(length(data), not no_progress) as observer:
         result = fisher_diagonal(
             model.module,
             data,

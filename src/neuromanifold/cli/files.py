@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from neuromanifold.bounds.result import NetworkBounds
 from neuromanifold.core.checks import message
 from neuromanifold.results import DiagonalFisher, FileError, load
+from neuromanifold.results.files import is_json, kind_of
 
 _ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save's files and plain pickles begin with
 
@@ -29,4 +31,9 @@ def read_result(path: Path) -> object:
         ):  # safetensors has that there
             advice = "A pickle can run any code, so none is read; results are safetensors files."
             raise FileError(f"{path} is a pickle (torch.save), not a result of neuromanifold. {advice}")
+        if not is_json(path) and kind_of(path) == "bounds":
+            return NetworkBounds.load(path)
+        if not is_json(path) and kind_of(path) == "checkpoint":
+            advice = "The command that has written it goes on with it, and writes the result."
+            raise FileError(f"{path} is the checkpoint of a run that has not ended, not a result. {advice}")
     return load(path)

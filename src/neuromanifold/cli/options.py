@@ -16,9 +16,11 @@ from neuromanifold.loading import LoadedModel, Task, load_data, load_model
 from neuromanifold.loading.batches import LoadedData
 from neuromanifold.loading.data import OwnData
 from neuromanifold.loading.models import DTYPES
+from neuromanifold.run.parameters import select_parameters
 
 _MODEL, _DATA, _RUN = "Model", "Data", "Run"
 _TASKS = ", ".join(Task)
+_SIZE = "32"  # of a batch, unless told otherwise
 
 
 def _option(*names: str, panel: str, text: str, metavar: str | None = None, **more: Any) -> Any:
@@ -98,13 +100,13 @@ class Setup:
         str | None,
         _option(
             "--columns", panel=_DATA, metavar="ROLE=COLUMN,...",
-            text="Which column holds what, e.g. text=premise,text_pair=hypothesis,label=class. Roles: text, text_pair, "
-            "words, image, audio, label. Usual names are found without.",
+            text="Which column holds what, such as text=body,label=stars. Roles: text, text_pair, words, image, audio, "
+            "label. Usual names are found without.",
         ),
     ] = None  # fmt: skip
     batch_size: Annotated[
         str, _option("--batch-size", "-b", panel=_DATA, metavar="N|auto", text="Rows in a batch; auto: what fits.")
-    ] = "32"
+    ] = _SIZE
     batches: Annotated[
         int | None,
         _option(
@@ -131,17 +133,27 @@ class Setup:
         ),
     ] = None  # fmt: skip
     seed: Annotated[
-        int, _option("--seed", panel=_RUN, min=0, text="Of everything that is random: rows, noise, a drawn classifier.")
+        int,
+        _option(
+            "--seed",
+            panel=_RUN,
+            min=0,
+            metavar="N",
+            text="Of everything that is random: rows, noise, a drawn classifier.",
+        ),
     ] = 0
 
     def load_model(self) -> LoadedModel:
         """The model, on its device."""
         options = (self.task, self.adapter, self.classes, self.dtype, self.device, self.seed, self.revision)
-        return load_model(self.model, *options, self.processor)
+        loaded = load_model(self.model, *options, self.processor)
+        for pattern in self.parameters or ():
+            select_parameters(loaded.module, [pattern])  # each of them has to match something
+        return loaded
 
     def load_data(self, model: LoadedModel, labels: bool | None, batch_size: int | None = None) -> LoadedData | OwnData:
         """The data; of a given batch size where it has been found."""
-        return load_data(
+        data = load_data(
             self.data,
             model,
             split=self.split,
@@ -154,6 +166,17 @@ class Setup:
             mask=self.mask,
             seed=self.seed,
         )
+        if isinstance(data, OwnData) and self.batch_size not in (_SIZE, "auto"):
+            advice = "The function says how large they are."
+            raise ValueError(message("batch-size", "left out for batches of one's own", self.batch_size, advice))
+        return data
+
+    @property
+    def number(self) -> int:
+        """The batch size, where none is looked for."""
+        if self.size is None:
+            raise ValueError(message("batch-size", "a number", "auto", "neuromanifold forecast -b auto finds one."))
+        return self.size
 
     @property
     def size(self) -> int | None:
@@ -190,11 +213,15 @@ def with_setup(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def check_output(path: Path) -> None:
-    """Said before the run, and not after hours."""
+def check_output(path: Path, *others: Path | str | None) -> None:
+    """Said before the run, and not after hours; a file that is read, or kept for later, is not written over."""
     if path.is_dir():
         raise ValueError(message("output", "a file", f"the folder {path}"))
+    if path.exists() and not path.is_file():  # it would be replaced
+        raise ValueError(message("output", "a file", f"{path}, a device or a pipe", "Give the name of a file."))
     if not path.absolute().parent.is_dir():
         raise ValueError(
             message("output", "in a folder that exists", str(path), f"Make {path.absolute().parent} first.")
         )
+    if any(path.resolve() == Path(other).resolve() for other in others if other is not None):
+        raise ValueError(message("output", "a file of its own", f"{path}, which is given for something else as well"))

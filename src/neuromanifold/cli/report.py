@@ -18,7 +18,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("fisher.html"),
 ) -> None:
     """Write one self-contained HTML page about a Fisher diagonal, or about several side by side."""
-    check_output(output)
+    check_output(output, *files)
     results = [read_diagonal(path) for path in files]
     written = write_page(output, results, [path.stem for path in files] if len(files) > 1 else None)
     megabytes = written.stat().st_size / 1e6

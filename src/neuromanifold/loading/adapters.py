@@ -15,16 +15,20 @@ _PREFIX = "base_model.model."
 
 def adapter_names(adapter: str) -> set[str]:
     """The parameters of the model itself that come with the adapter, such as a trained classifier."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(_weights(adapter), framework="pt") as file:
-        return {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118
+    path = _weights(adapter)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise LoadError(f"`adapter`: the weights {path} are damaged ({error}). Copy or download them again.") from error
 
 
 def with_adapter(module: nn.Module, adapter: str) -> nn.Module:
     """The model with its adapter; only the adapter's parameters are trainable."""
     peft = require("peft", "peft", "An adapter")
-    _weights(adapter)
+    adapter_names(adapter)
     try:
         adapted: nn.Module = peft.PeftModel.from_pretrained(module, adapter, is_trainable=True)
     except (ValueError, RuntimeError) as error:
@@ -47,4 +51,4 @@ def _weights(adapter: str) -> Path:
     try:
         return Path(hub.hf_hub_download(adapter, _WEIGHTS))
     except (OSError, ValueError) as error:
-        raise hub_error("model", adapter, error) from error
+        raise hub_error("adapter", adapter, error) from error

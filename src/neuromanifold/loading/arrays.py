@@ -44,9 +44,15 @@ def array_rows(
         expected = f"an NPZ file with {key!r} (and perhaps 'labels')"
         raise LoadError(message("data", expected, ", ".join(arrays) or "nothing"))
     values, lengths = arrays[key], arrays.get("lengths") if key == "audio" else None
+    if key == "audio" and values.ndim != 2:
+        shape = " x ".join(map(str, values.shape))
+        raise LoadError(message("data", "'audio' of shape N x values, one channel", f"one of shape {shape}"))
     for name in ("labels", "lengths"):
         if name in arrays and len(arrays[name]) != len(values):
             raise LoadError(message(name, f"{len(values)} in number, as {key!r}", str(len(arrays[name]))))
+    if lengths is not None and len(values) and not (lengths.min() > 0 and lengths.max() <= values.shape[1]):
+        expected = f"between 1 and {values.shape[1]}, the values of a row of 'audio'"
+        raise LoadError(message("lengths", expected, f"{lengths.min()} to {lengths.max()}"))
     if labels and "labels" not in arrays:
         raise LoadError(message("data", "an NPZ file with 'labels'", ", ".join(arrays)))
     targets = None if labels is False else arrays.get("labels")
@@ -76,7 +82,13 @@ def folder_rows(
     if labels and not sorted_apart:
         raise LoadError(message("data", "a folder with a folder for each class", f"files in {folder} itself"))
     wanted = sorted_apart and labels is not False
-    reader = LabelReader(model, sorted(set(kinds)))
+    names = sorted(set(kinds))
+    numerals = all(name.isdecimal() for name in names)
+    if wanted and not numerals and not model.class_names and model.classes not in (None, len(names)):
+        got = f"{len(names)} ({', '.join(names[:4])})"
+        advice = "Name them 0, 1, ... by the model's classes, put names into its config (label2id), or use no labels."
+        raise LoadError(message("data", f"with a folder for each of the model's {model.classes} classes", got, advice))
+    reader = LabelReader(model, None if numerals else names)
 
     def make(rows: list[int]) -> Made:
         made = inputs([str(files[row]) for row in rows])

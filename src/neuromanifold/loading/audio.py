@@ -32,6 +32,8 @@ def audio_inputs(model: LoadedModel, max_length: int | None) -> Callable[[list[A
 
     def inputs(clips: list[Any]) -> dict[str, Tensor]:
         values = [_read(clip, rate)[:max_length] for clip in clips]
+        if not all(map(len, values)):
+            raise LoadError(message("data", "sounds", "one of length zero", "Remove it."))
         return dict(extractor(values, sampling_rate=rate, return_tensors="pt", **arguments))
 
     return inputs
@@ -40,7 +42,7 @@ def audio_inputs(model: LoadedModel, max_length: int | None) -> Callable[[list[A
 def _read(clip: Any, rate: int) -> Clip:
     """One channel at the model's rate."""
     if isinstance(clip, np.ndarray):
-        return clip.astype(np.float32, copy=False)
+        return _plain(clip)
     if isinstance(clip, dict):  # as data sets store them
         clip = clip["path"] if clip.get("bytes") is None else clip["bytes"]
     soundfile = require("soundfile", "hf", "Sound files")
@@ -57,6 +59,20 @@ def _read(clip: Any, rate: int) -> Clip:
     return np.asarray(values, dtype=np.float32)
 
 
+def _plain(clip: NDArray[Any]) -> Clip:
+    """An array's values, integers as sound files scale them: the largest is one."""
+    if clip.ndim != 1:
+        shape = " x ".join(map(str, clip.shape))
+        raise LoadError(
+            message("data", "'audio' [N, values], of one channel", f"clips of shape {shape or 'no length'}")
+        )
+    if np.issubdtype(clip.dtype, np.signedinteger):
+        return clip.astype(np.float32) / -np.float32(np.iinfo(clip.dtype).min)
+    if not np.issubdtype(clip.dtype, np.floating):
+        raise LoadError(message("data", "'audio' of floats or signed integers", str(clip.dtype)))
+    return clip.astype(np.float32, copy=False)
+
+
 def _extractor(model: LoadedModel) -> Any:
     transformers = require("transformers", "hf", "Sound")
     if model.processor is None:
@@ -65,7 +81,7 @@ def _extractor(model: LoadedModel) -> Any:
         return transformers.AutoFeatureExtractor.from_pretrained(model.processor)
     except (OSError, ValueError) as error:
         if not Path(model.processor).is_dir() and isinstance(error, OSError):
-            raise hub_error("model", model.processor, error) from error
+            raise hub_error("processor", model.processor, error) from error
         advice = "It says the sampling rate; name another folder with --processor."
         got = f"{model.processor} ({' '.join(str(error).split())[:200]})"
         raise LoadError(message("processor", "a folder with preprocessor_config.json", got, advice)) from error

@@ -38,7 +38,10 @@ def parse_columns(text: str | Mapping[str, str] | None, task: Task | None) -> di
     """`role=column,role=column` as a mapping."""
     if text is None:
         return {}
-    pairs = dict(text) if isinstance(text, Mapping) else dict(_pair(item) for item in text.split(","))
+    items = list(text.items()) if isinstance(text, Mapping) else [_pair(item) for item in text.split(",")]
+    pairs = dict(items)
+    if len(pairs) < len(items):
+        raise LoadError(message("columns", "with each role once", repr(text)))
     for role in pairs:
         if role not in ROLES[task]:
             expected = f"role=column with roles among {', '.join(ROLES[task])}"
@@ -61,7 +64,8 @@ def find_column(table: Table, role: str, given: Mapping[str, str], required: boo
         advice = f"Give another: --columns {role}=NAME."
         expected = f"names of columns ({', '.join(table.names)})"
         raise LoadError(message("columns", expected, f"{role}={given[role]}", advice))
-    found = next((name for name in USUAL[role] if name in table.names), None)
+    free = [name for name in table.names if name not in given.values()]
+    found = next((name for name in USUAL[role] if name in free), None)
     if found is None and required:
         expected = f"with a column for the {role} ({', '.join(USUAL[role])})"
         raise LoadError(message("data", expected, ", ".join(table.names), f"Name it: --columns {role}=NAME."))
@@ -85,6 +89,7 @@ class LabelReader:
 
     def __init__(self, model: LoadedModel, names: list[str] | None = None) -> None:
         self.classes, self.number = model.classes, model.likelihood is not Categorical
+        self.exact = {name.strip(): i for name, i in model.class_names.items()}  # "A" and "a" may be two classes
         self.ids = {name.casefold(): i for name, i in model.class_names.items()}
         self.names = names if names and all(name.casefold() in self.ids for name in names) else None
         if not self.ids and names:
@@ -114,8 +119,8 @@ class LabelReader:
 
     def _number(self, value: Any) -> int | None:
         text = str(value).strip()
-        if isinstance(value, str) and text.casefold() in self.ids:
-            return self.ids[text.casefold()]
+        if isinstance(value, str) and (text in self.exact or text.casefold() in self.ids):
+            return self.exact[text] if text in self.exact else self.ids[text.casefold()]
         try:
             value = float(value)  # "1.0" and True as well
         except (TypeError, ValueError):

@@ -78,7 +78,12 @@ def load_data(
 
     """
     path = Path(source).expanduser()
-    if columns is not None and (is_function_name(source) or _is_media(path, model.task) or path.suffix == ".npz"):
+    if (subset is not None or split != "train") and (is_function_name(source) or path.is_file()):
+        got = f"--subset {subset}" if subset is not None else f"--split {split}"
+        raise LoadError(message("data", "a data set of the hub for --split and --subset", f"{got} for {source}"))
+    if columns is not None and (
+        is_function_name(source) or _is_media(path, model.task) or path.suffix.lower() == ".npz"
+    ):
         raise LoadError(message("columns", "left out for data without columns", f"{columns!r} for {source}"))
     if is_function_name(source):
         return _own(source, batches)
@@ -117,7 +122,7 @@ def _rows(
     seed: int,
 ) -> Rows:
     task = model.task
-    if path.suffix == ".npz" or _is_media(path, task):
+    if path.suffix.lower() == ".npz" or _is_media(path, task):
         if task not in (None, Task.IMAGE, Task.AUDIO):
             expected = "a table of text (CSV, JSONL, Parquet, hub)"
             raise LoadError(message("data", expected, source, f"The model's task is {task}."))
@@ -149,7 +154,7 @@ def _is_media(path: Path, task: Task | None) -> bool:
 
 
 def _table(source: str, path: Path, split: str, subset: str | None) -> tuple[Table, str]:
-    if path.suffix in TABLES:
+    if path.suffix.lower() in TABLES:
         _must_exist(path, source)
         return read_table(path), source
     if path.is_dir():

@@ -7,6 +7,8 @@ from types import ModuleType
 
 _LOCAL = {
     "model": "copy the model's folder (config.json, *.safetensors, tokenizer or preprocessor files) and give its path",
+    "adapter": "copy the adapter's folder (adapter_config.json, adapter_model.safetensors) and give its path",
+    "processor": "copy the files of the tokenizer or preprocessor and give their folder",
     "data": "save the data as CSV, JSONL, Parquet or NPZ, or copy the data set's folder, and give the path",
 }
 

@@ -17,6 +17,7 @@ from neuromanifold.loading.models import LoadedModel
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _RGB = 3
+_SIXTEEN = 257  # the largest number of 16 bits over that of 8
 
 
 def image_inputs(model: LoadedModel) -> Callable[[list[Any]], dict[str, Tensor]]:
@@ -39,8 +40,15 @@ def _open(image: Any, mode: str) -> Any:
             opened = pillow.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
         else:
             opened = pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image)
+        if opened.mode.startswith("I;16"):
+            opened = pillow.fromarray((np.asarray(opened) / _SIXTEEN).round().astype(np.uint8))
+        if opened.mode in ("I", "F"):
+            raise ValueError("neither 8 nor 16 bits")  # what is white is not known; pillow would cut at 255
         return opened.convert(mode)
     except (OSError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(image, np.ndarray):
+            got = f"{image.dtype} of shape {' x '.join(map(str, image.shape))} ({error})"
+            raise LoadError(message("data", "'images' of uint8, each height x width x 3", got)) from error
         name = str(image) if isinstance(image, (str, Path)) else type(image).__name__
         raise LoadError(message("data", "images", f"{name} ({error})", "Remove or repair it.")) from error
 
@@ -54,7 +62,7 @@ def _processor(model: LoadedModel) -> Callable[[list[Any]], Tensor]:
         numbers, _ = transformers.ImageProcessingMixin.get_image_processor_dict(model.processor)
     except OSError as error:
         if not Path(model.processor).is_dir():
-            raise hub_error("model", model.processor, error) from error
+            raise hub_error("processor", model.processor, error) from error
         advice = "It says size, image_mean and image_std; name another folder with --processor."
         got = f"{model.processor} without it"
         raise LoadError(message("processor", "a folder with preprocessor_config.json", got, advice)) from error

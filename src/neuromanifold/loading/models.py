@@ -76,6 +76,7 @@ def load_model(
 
     """
     wanted, target = as_task(task), as_device(device)
+    integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
     if dtype is not None and dtype not in DTYPES:
         raise LoadError(message("dtype", f"one of {', '.join(DTYPES)}", repr(dtype)))
     if classes is not None:
@@ -130,6 +131,8 @@ def _pretrained(
     _check_files(source, local)
     transformers = require("transformers", "hf", "A model by name or folder")
     where = str(local) if local.is_dir() else source
+    if revision is not None and local.is_dir():
+        raise LoadError(message("revision", "left out for a local folder", repr(revision)))
     with _quiet(local.is_dir()), _errors(source, local.is_dir()):
         config = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
         task = task_of(list(config.architectures or []), source) if task is None else task
@@ -217,8 +220,12 @@ def _classes(config: Any, task: Task | None) -> int | None:
 def _class_names(config: Any, task: Task | None) -> dict[str, int]:
     if config is None or task is None or not task.classifies:
         return {}
-    names = {str(name): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
-    return {} if all(name == f"LABEL_{i}" for name, i in names.items()) else names
+    by_number = {str(name): int(i) for i, name in (getattr(config, "id2label", None) or {}).items()}
+    by_name = {str(name): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
+    for names in (by_number, by_name):  # one may be left as transformers makes it; predictions go by the first
+        if not all(name == f"LABEL_{i}" for name, i in names.items()):
+            return names
+    return {}
 
 
 def _likelihood(config: Any, task: Task | None) -> Likelihood:

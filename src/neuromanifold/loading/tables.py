@@ -62,8 +62,11 @@ class ArrowTable(Table):
 
 def read_table(path: Path) -> Table:
     """A local file, by its suffix."""
-    read = {".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".json": _jsonl, ".parquet": _parquet}[path.suffix]
+    read = {".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".json": _jsonl, ".parquet": _parquet}[path.suffix.lower()]
     table = read(path)
+    doubled = next((name for i, name in enumerate(table.names) if name in table.names[:i]), None)
+    if doubled is not None:
+        raise LoadError(message("data", "a table whose columns have different names", f"{doubled!r} twice in {path}"))
     if not len(table):
         raise LoadError(message("data", "a file with rows", f"none in {path}"))
     return table
@@ -73,7 +76,7 @@ def _csv(path: Path) -> Table:
     limit = csv.field_size_limit(2**31 - 1)  # whole documents may stand in a cell
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
             names = next(reader, [])
             lists: list[list[Any]] = [[] for _ in names]
             for cells in reader:
@@ -88,19 +91,24 @@ def _csv(path: Path) -> Table:
         raise LoadError(f"`data`: {path} is not a CSV file in UTF-8 ({error}).") from error
     finally:
         csv.field_size_limit(limit)
-    return ListTable(dict(zip(names, lists, strict=True)))
+    table = ListTable(dict(zip(names, lists, strict=True)))
+    table.names = names
+    return table
 
 
 def _jsonl(path: Path) -> Table:
     records: list[Any] = []
+    read = 0  # lines
     try:
         text = path.read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+            for line in text.split("\n"):  # a string may hold other ends of lines, such as U+2028
+                records += [json.loads(line)] if line.strip() else []
+                read += 1
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        got = f"{path}, where line {len(records) + 1} cannot be read ({error})"
+        got = f"{path}, where line {read + 1} cannot be read ({error})"
         raise LoadError(message("data", "a JSON object in each line", got)) from error
     wrong = next((i for i, record in enumerate(records) if not isinstance(record, dict)), None)
     if wrong is not None:
@@ -148,7 +156,10 @@ def _dataset(source: str, subset: str | None, split: str) -> Table:
     datasets = require("datasets", "hf", "A data set of the hub, or a folder of tables,")
     try:
         dataset = datasets.load_dataset(source, name=subset, split=split)
-    except ValueError as error:
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            said = " ".join(str(error.__cause__ or error).split())[:400]
+            raise LoadError(f"`data`: {source} holds files that are no tables of one kind ({said}).") from error
         said = " ".join(str(error).split())[:400]
         raise LoadError(f"`data`: {source} has no such part ({said}); see --subset and --split.") from error
     plain = dataset.with_format("arrow")

@@ -7,12 +7,13 @@ for group of layers:                                        as many as fit into 
 
 All gradients of C passes would be C times what an ordinary backward pass holds one after the other.  So a run takes
 fewer samples at a time where a batch can be split (run/splitting.py); where it cannot, the layers are done in groups,
-each with C passes of its own, such that what is held stays within what an ordinary backward pass takes.
+each with C passes of its own, as small as fit into what an ordinary backward pass takes: one layer at least, C times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -111,6 +112,15 @@ class GramPullback(SamplePullback):
             for i, values in found.items()
             if any(value is not None for value in values)
         }
+
+    @contextmanager
+    def untapped(self) -> Iterator[None]:
+        """The model as it is while inside: autograd does all parameters."""
+        before, self.taps.plain = self.taps.plain, set(range(len(self.parameters)))
+        try:
+            yield
+        finally:
+            self.taps.plain = before
 
     @torch.no_grad()
     def flush(self, sums: GradientSums) -> None:

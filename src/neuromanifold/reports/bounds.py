@@ -10,6 +10,7 @@ from torch import nn
 
 from neuromanifold.core.checks import message
 from neuromanifold.run.bounds import fisher_bounds
+from neuromanifold.run.unchanged import unchanged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,7 @@ def along_training(
     moments = []
     for step in steps:
         model = make(step)
-        with torch.no_grad():
+        with unchanged(model), torch.no_grad():
             largest = [model(batch[0]).softmax(-1).amax(-1) for batch in batches]  # type: ignore[index]
         found = fisher_bounds(model, batches, rank=rank, diagonals=False)
         moments.append(Moment(step, float(torch.cat(largest).mean()), found))

@@ -99,6 +99,9 @@ def fisher_bounds(
     view, chosen = check_reduction(reduction), select_parameters(model, parameters)
     settings = make_settings(Exact(), likelihood, "sample", seed, class_dim, batch_dim, ignore_index, progress)
     check_data(data)
+    if actual == "estimate" and isinstance(data, Iterator):
+        advice = "Each product goes through the data again. Pass list(data), or actual='auto'."
+        raise TypeError(message("data", "a list or a DataLoader where actual='estimate'", "a generator", advice))
     check_model(model)
     work = _Work(model, chosen, settings, rank, diagonals, actual, memory)
     work.go_through(data)
@@ -129,9 +132,11 @@ class _Squares(SampleSquares):
         super().__init__(model, parameters, sums, Exact(), "sample", batch_dim)
         self.pullback = self._pullback = GramPullback(model, list(parameters.values()), batch_dim)
 
-    def scale_for(self, logits: Tensor, cotangent: Tensor) -> float:
-        """How much larger cotangents should be where float16 is involved."""
-        return self._scale_for(logits, cotangent)
+    def scale_for(self, logits: Tensor, cotangents: Iterator[Tensor]) -> float:
+        """How much larger cotangents should be where float16 is involved: as none of them overflows with."""
+        if not (self._half or logits.dtype == torch.float16):
+            return 1.0
+        return min(self._scale_for(logits, one) for one in cotangents)
 
 
 class _Work:
@@ -185,11 +190,12 @@ class _Work:
         """One batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
         outputs = self._step.forward(batch, number)
         logits, budget = outputs.logits.detach(), self.pullback.ordinary if self.memory is None else self.memory
-        samples = len(logits) * budget // max(1, logits.shape[-1] * self.pullback.outputs)
+        samples = max(1, len(logits) * budget // max(1, logits.shape[-1] * self.pullback.outputs))
         if samples < len(logits) and self.settings.batch_dim == 0:
             del outputs
             self.pullback.release()
-            parts = split(self._step.outputs, batch, logits, max(1, samples))
+            with self.pullback.untapped():
+                parts = split(self._step.outputs, batch, logits, samples, list(self.parameters.values()))
             if parts:
                 self.pullback.budget = budget
                 for part in parts:
@@ -273,7 +279,7 @@ class _Work:
             one[:, t, c] = 1
             return one.view(logits.shape)
 
-        scale = self._squares.scale_for(logits, cotangent(0))
+        scale = self._squares.scale_for(logits, map(cotangent, range(logits.shape[-1])))
         K = torch.zeros(len(logits), logits.shape[-1], logits.shape[-1], dtype=torch.float64)
         chunk = Chunk(numbers[index], {}, scale)
         for i, stack in pullback.stacks(logits, cotangent, scale):
@@ -309,7 +315,16 @@ class _Work:
             if isinstance(data, Iterator):
                 why = "not computed: too many samples for exact ones, and a generator cannot be gone through again"
                 return Actual(how=why)
-            return estimated_norms(self.model, data, self.parameters, self.settings, self.rank, self.has_labels)
+            try:
+                found, products = estimated_norms(
+                    self.model, data, self.parameters, self.settings, self.rank, self.classes, self.has_labels
+                )
+            except (ValueError, RuntimeError) as error:  # operations that have no forward mode, for instance
+                if self.actual == "auto":
+                    return Actual(how=f"not computed: {error}")
+                raise
+            self._squares.passes += products * self.counts.batches
+            return found
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

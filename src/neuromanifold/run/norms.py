@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.bounds.network import empirical_spectral_error, pair_squares
-from neuromanifold.bounds.norms import Norm, frobenius_norm, spectral_norm
+from neuromanifold.bounds.norms import Norm, Product, frobenius_norm, spectral_norm
 from neuromanifold.bounds.result import Actual
 from neuromanifold.core import Categorical, Core
-from neuromanifold.run.operator import metric_operator
+from neuromanifold.run.operator import Middle, metric_operator
 from neuromanifold.run.step import Settings
 
 _SKETCH, _PROBES, _LANCZOS = 4, 8, 24  # products with random vectors
@@ -33,31 +33,39 @@ def estimated_norms(
     parameters: dict[str, nn.Parameter],
     settings: Settings,
     rank: int,
+    classes: int,
     has_labels: bool,
-) -> Actual:
-    """From products with random vectors, each a pass over the data."""
+) -> tuple[Actual, int]:
+    """From products with random vectors, each a pass over the data; and how many there were."""
     size = sum(parameter.numel() for parameter in parameters.values())
-    sketch = max(1, min(_SKETCH, _NUMBERS // max(1, size)))
+    sketch, products = max(1, min(_SKETCH, _NUMBERS // max(1, size))), 0
+
+    def product_of(middle: Middle, number: int) -> tuple[Product, torch.Generator, torch.dtype]:
+        operator = metric_operator(model, data, parameters, settings, middle, "sum")
+
+        def product(v: Tensor) -> Tensor:
+            nonlocal products
+            products += v.shape[1] if v.ndim > 1 else 1
+            return operator.matvec(v)
+
+        return product, torch.Generator(operator.device).manual_seed(settings.seed + number), operator.precision
 
     def below(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
         del labels
         return _below(core, rank, v)
 
-    found: list[Norm] = []
-    for middle in (_above, below):
-        operator = metric_operator(model, data, parameters, settings, middle, "sum")
-        generator = torch.Generator(operator.device).manual_seed(settings.seed + len(found))
-        like = torch.zeros(size, 1, dtype=operator.precision, device=operator.device)
-        found.append(frobenius_norm(operator.matvec, like, sketch, _PROBES, generator))
-    spectral = None
+    found = [Norm(0.0), Norm(0.0)]  # of rank C - 1, F^LR is F
+    for number, middle in enumerate((_above, below) if rank < classes - 1 else (_above,)):
+        product, generator, dtype = product_of(middle, number)
+        like = torch.zeros(size, 1, dtype=dtype, device=generator.device)
+        found[number] = frobenius_norm(product, like, sketch, _PROBES, generator)
+    how, spectral = f"estimated from {products} products with random vectors", None
     if has_labels:
-        operator = metric_operator(model, data, parameters, settings, _off_label, "sum")
-        generator = torch.Generator(operator.device).manual_seed(settings.seed)
-        start = torch.randn(size, generator=generator, dtype=operator.precision, device=operator.device)
-        spectral = spectral_norm(operator.matvec, start, _LANCZOS, rtol=1e-3)
-    how = f"estimated from {2 * (2 * sketch + _PROBES)} products with random vectors"
-    how += ", ‖F - F^emp‖_σ by Lanczos (from below)" if spectral else ""
-    return Actual(found[0], {rank: found[1]}, spectral, how)
+        product, generator, dtype = product_of(_off_label, 0)
+        start = torch.randn(size, generator=generator, dtype=dtype, device=generator.device)
+        spectral = spectral_norm(product, start, _LANCZOS, rtol=1e-3)
+        how += ", ‖F - F^emp‖_σ by Lanczos (from below)"
+    return Actual(found[0], {rank: found[1]}, spectral, how), products
 
 
 def _above(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
