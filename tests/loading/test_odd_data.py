@@ -45,6 +45,8 @@ def test_a_folder_without_a_tokenizer_is_not_read_with_an_empty_one(folder: Fold
     for file in copy.glob("tokenizer*"):
         file.unlink()
     assert "tokenizer" in refused(reviews(tmp_path / "r.csv"), load_model(str(copy), device="cpu"))
+    (copy / "tokenizer.json").write_text("{}")  # of which tokenizers makes an exception of no kind
+    assert "tokenizer" in refused(reviews(tmp_path / "r.csv"), load_model(str(copy), device="cpu"))
 
 
 def test_a_decoder_finds_the_last_token_also_where_the_tokenizer_pads_otherwise(folder: Folder, tmp_path: Path) -> None:

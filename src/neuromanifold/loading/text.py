@@ -206,7 +206,7 @@ def _tokenizer(model: LoadedModel) -> Any:
     local = Path(model.processor).is_dir()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model.processor, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizers raises plain ones
         if not local and isinstance(error, OSError):
             raise hub_error("processor", model.processor, error) from error
         advice = "tokenizer.save_pretrained(folder) writes one; or name another folder with --processor."
