@@ -96,7 +96,7 @@ def test_help_fits_a_narrow_terminal() -> None:
 def test_an_adapter_and_a_processor_are_named_as_such(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = reviews(tmp_path / "r.csv")
     common = ["estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "f"]
     assert "`processor`" in bad(*common, "--processor", "no/such")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -205,3 +206,20 @@ def test_small_gradients_keep_their_error_bars() -> None:
     assert (result["0.weight"] > 0).all()
     ratio = result.stderr["0.weight"] / result["0.weight"]
     torch.testing.assert_close(ratio.double(), reference.stderr["0.weight"] / reference["0.weight"], rtol=1e-3, atol=0)
+
+
+def test_equal_results_are_equal_files(tmp_path: Path) -> None:
+    """And what safetensors itself reads of them is not changed by that."""
+    names = [tmp_path / f"{k}.safetensors" for k in range(6)]
+    for name in names:
+        RESULT.save(name)
+    assert len({name.read_bytes() for name in names}) == 1
+    with safe_open(names[0], framework="pt") as file:
+        assert file.metadata()["kind"] == "diagonal"
+        for name, value in RESULT.sums.items():
+            assert torch.equal(file.get_tensor(f"sum/{name}"), value)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
+        RESULT.save(tmp_path)

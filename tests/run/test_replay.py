@@ -185,7 +185,9 @@ def test_models_with_hooks_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seen) >= 10
 
 
-@pytest.mark.parametrize("odd", [object(), float, torch.ones(3).to_sparse(), [1, {2}]], ids=["object", "type", "sparse", "set"])
+@pytest.mark.parametrize(
+    "odd", [object(), float, torch.ones(3).to_sparse(), [1, {2}]], ids=["object", "type", "sparse", "set"]
+)
 def test_batches_with_odd_things_are_done_as_always(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Replay", Recorded)
 

@@ -26,7 +26,24 @@ def save_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, metada
     """Write tensors and text to a safetensors file, all or nothing."""
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     head = {"format": FORMAT, "version": str(VERSION), "kind": kind, **metadata}
-    _write_aside(Path(path), lambda aside: save_file(contents, aside, metadata=head))
+
+    def write(aside: Path) -> None:
+        save_file(contents, aside, metadata=head)
+        _sort_metadata(aside)
+
+    _write_aside(Path(path), write)
+
+
+def _sort_metadata(path: Path) -> None:
+    """In the header, whose length stays: safetensors has a random order, and equal results should be equal files."""
+    with path.open("rb+") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def save_json(path: str | Path, kind: str, values: dict[str, object]) -> None:

@@ -97,7 +97,10 @@ class Folder:
     def numbers(self, task: str, key: str) -> dict[str, Any] | None:
         """What a finished step of a task has found; None if it is not finished."""
         path = self.file(task, f"{key}.json")
-        return load_json(path) if path.exists() else None
+        if not path.exists():
+            return None
+        self.file(task, f"{key}.checkpoint").unlink(missing_ok=True)  # of a run that was ended right after it finished
+        return load_json(path)
 
     def keep(self, task: str, key: str, kind: str, values: dict[str, Any]) -> dict[str, Any]:
         """Write the numbers of a finished step."""
