@@ -223,3 +223,13 @@ def test_equal_results_are_equal_files(tmp_path: Path) -> None:
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
         RESULT.save(tmp_path)
+
+
+def test_results_of_other_weights_do_not_add() -> None:
+    other = network()
+    with torch.no_grad():
+        other[0].bias[0] += 1e-3
+    mine, theirs = (nm.fisher_diagonal(model, [X], seed=k) for k, model in enumerate((network(), other)))
+    with pytest.raises(ValueError, match="same weights"):
+        mine + theirs
+    assert (mine + nm.fisher_diagonal(network(), [X], seed=2)).count == 2 * len(X)

@@ -32,6 +32,7 @@ class Provenance:
     versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
     parts: int = 1  # how many runs have been added
     draws: list[list[int]] = field(default_factory=list)  # [seed, start, stop, step]: whose batches' noise was drawn
+    weights: str = ""  # a fingerprint of the parameters
 
     def plus(self, other: Provenance) -> Provenance:
         """The provenance of a sum over disjoint data; the two must have estimated the same thing in the same way."""
@@ -40,6 +41,9 @@ class Provenance:
             if mine != theirs:
                 advice = "Only results of the same estimator and model over disjoint data add up."
                 raise ValueError(message("other", f"a result with {name} {mine!r}", repr(theirs), advice))
+        if self.weights and other.weights and self.weights != other.weights:
+            advice = "Only results of the same weights over disjoint data add up; are they from two steps of training?"
+            raise ValueError(message("other", "a result of the same weights", "one of others", advice))
         return replace(
             self,
             batches=self.batches + other.batches,

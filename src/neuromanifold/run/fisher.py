@@ -20,6 +20,7 @@ from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.trace import check_reduction, trace_from_passes
 from neuromanifold.run.batches import model_device
 from neuromanifold.run.checkpoint import Checkpoint
+from neuromanifold.run.fingerprint import fingerprint
 from neuromanifold.run.granularity import Granularity, choose_granularity
 from neuromanifold.run.interrupts import OnInterrupt, check_on_interrupt
 from neuromanifold.run.loop import Counts, Keeping, run
@@ -28,6 +29,7 @@ from neuromanifold.run.progress import Lookout, Observer
 from neuromanifold.run.step import Settings
 
 Likelihood = Callable[[Tensor], Core]
+_LOOKED_AT = 1024  # numbers of each parameter, for a fingerprint
 
 
 @torch.inference_mode(mode=False)
@@ -237,4 +239,5 @@ def make_provenance(
         device=str(model_device(model)),
         stopped=counts.stopped,
         versions={"neuromanifold": __version__, "torch": str(torch.__version__)},
+        weights=fingerprint(*chosen.items(), most=_LOOKED_AT),
     )
