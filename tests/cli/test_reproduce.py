@@ -236,7 +236,9 @@ def test_a_run_that_is_killed_goes_on(finished: Any, tmp_path: Path) -> None:
     assert (out / "resnet50" / "exact.json").stat().st_mtime_ns == before
     for column in (EXACT, *COLUMNS, *curve(100)[1:]):
         a, b = (json.loads((one / "resnet50" / f"{column.key}.json").read_text()) for one in (out, done.out))
-        assert a["errors"] == b["errors"]
+        assert a["errors"].keys() == b["errors"].keys()
+        for group, errors in a["errors"].items():  # sums over all entries may be rounded otherwise in another process
+            assert errors == pytest.approx(b["errors"][group], rel=1e-9)
         assert a["passes"] == b["passes"]
     assert not list((out / "resnet50").glob("*.checkpoint"))
 
