@@ -143,8 +143,9 @@ def test_several_results_are_compared_with_the_first() -> None:
     "sums", [odd(), {}, {"a.weight": torch.zeros(2)}, {"w": torch.ones(())}], ids=["odd", "none", "zero", "one"]
 )
 def test_odd_results_have_a_page_too(sums: dict[str, torch.Tensor]) -> None:
-    Page(page([result(sums)]))
-    Page(page([FIM, result(sums)]))
+    for text, count in ((page([result(sums)]), 1), (page([FIM, result(sums)]), 2)):
+        Page(text)  # every tag is closed
+        assert len(data(text)) == count
     Page(f"<html>{result(sums)._repr_html_()}</html>")
 
 
