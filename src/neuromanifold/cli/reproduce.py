@@ -73,6 +73,11 @@ def reproduce(
         int, typer.Option("--rounds", min=0, help="Of the timing, a few batches for each estimator; 0: no times.",
                           rich_help_panel=_RUN)
     ] = ROUNDS,
+    most_probes: Annotated[
+        int | None, typer.Option("--most-probes", min=1, help="End the curve of error against passes there; by "
+                                 "default at C - 1: in all twice the passes of the exact diagonal and more.",
+                                 rich_help_panel=_RUN)
+    ] = None,
     exact_only: Annotated[
         bool, typer.Option("--exact-only", help="Keep the exact diagonals alone; those of the estimators take eight "
                            "bytes each for every parameter.", rich_help_panel=_RUN)
@@ -107,7 +112,7 @@ def reproduce(
             yield observer
 
     try:
-        text = run_all(chosen, folder, settings, sources, tell, watch, not exact_only, rounds)
+        text = run_all(chosen, folder, settings, sources, tell, watch, not exact_only, rounds, most_probes)
     except KeyboardInterrupt:
         tell(f"Interrupted. What is done is kept in {out}: the same command goes on from there.")
         raise typer.Exit(130) from None

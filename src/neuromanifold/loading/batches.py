@@ -59,6 +59,10 @@ class LoadedData:
         """The same rows in batches of another size."""
         return replace(self, batch_size=integer_in_range(batch_size, "batch_size", 1, 10**9, "samples in a batch"))
 
+    def remembered(self, most: int) -> LoadedData:
+        """The same, but batches that have been made are kept, up to so many bytes, for the next time."""
+        return replace(self, make=_remembering(self.make, most))
+
     def _made(self, rows: list[int]) -> Made:
         made = self.make(rows)
         if isinstance(made, dict):
@@ -67,6 +71,24 @@ class LoadedData:
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.dtype) if value.is_floating_point() else value
+
+
+def _remembering(make: Callable[[list[int]], Made], most: int) -> Callable[[list[int]], Made]:
+    kept: dict[tuple[int, ...], Made] = {}
+    room = most
+
+    def made(rows: list[int]) -> Made:
+        nonlocal room
+        key = tuple(rows)
+        if key in kept:
+            return kept[key]
+        batch = make(rows)
+        size = sum(value.nbytes for value in (batch.values() if isinstance(batch, dict) else batch))
+        if size <= room:
+            kept[key], room = batch, room - size
+        return batch
+
+    return made
 
 
 def in_batches(rows: Rows, batch_size: int, batches: int | None, seed: int, dtype: torch.dtype) -> LoadedData:

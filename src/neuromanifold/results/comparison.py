@@ -36,22 +36,26 @@ class Comparison:
 
 
 def compare(estimate: Mapping[str, Tensor], reference: Mapping[str, Tensor], epsilon: float) -> Comparison:
-    """Compare entry by entry, in float64, a tensor at a time; both must have the same names and shapes."""
+    """Compare entry by entry, in float64, a tensor at a time; both must have the same names and shapes.
+
+    On a GPU if the estimate is there.
+    """
     shapes, theirs = ({(name, value.shape) for name, value in d.items()} for d in (estimate, reference))
     if shapes != theirs:
         different = sorted(name for name, _ in shapes ^ theirs)[0]
         raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
     entries = sum(value.numel() for value in estimate.values())
     step, start, positive = max(1, entries // _RANKED), 0, 0  # every step-th entry is ranked
-    sums, ranked = torch.zeros(8, dtype=torch.float64), [torch.zeros(2, 0, dtype=torch.float64)]
+    sums, ranked = torch.zeros(8, dtype=torch.float64), [torch.zeros(2, 0, dtype=torch.float64)]  # on the CPU
     for name, value in estimate.items():
-        a, b = (tensor.detach().cpu().flatten().double() for tensor in (value, reference[name]))
+        device = value.device if value.is_cuda else torch.device("cpu")  # some others have no float64
+        a, b = (tensor.detach().to(device).flatten().double() for tensor in (value, reference[name]))
         error, above = (a - b).abs(), b > 0
         relative = error / (b + epsilon)
         parts = (relative.sum(), relative[above].sum(), error.sum(), a.sum(), b.sum(), a @ a, b @ b, a @ b)
-        sums += torch.stack(parts)
+        sums += torch.stack(parts).cpu()
         positive += int(above.sum())
-        ranked.append(torch.stack([a[start::step], b[start::step]]))
+        ranked.append(torch.stack([a[start::step], b[start::step]]).cpu())
         start = (start - a.numel()) % step
     relmae, relmae_positive, mae, total, truth, aa, bb, ab = sums.tolist()
     norms = math.sqrt(aa) * math.sqrt(bb)

@@ -53,11 +53,14 @@ COLUMNS = (*PAPER, *OURS)
 BASELINE = PAPER[0]  # what the paper's speed factors are relative to
 
 
-def curve(classes: int) -> list[Column]:
-    """probes = 1, 2, 4, ... C - 1, where nothing random is left; the first one is a column of the table."""
+def curve(classes: int, most: int | None = None) -> list[Column]:
+    """probes = 1, 2, 4, ... C - 1, where nothing random is left; the first one is a column of the table.
+
+    `most` leaves out those that take more passes.
+    """
     powers = [2**k for k in range(1, 40) if 2**k < classes - 1]
     rest = [*powers, classes - 1] if classes > 2 else []
-    return [OURS[-1], *(_probes(m) for m in rest)]
+    return [OURS[-1], *(_probes(m) for m in rest if most is None or m <= most)]
 
 
 def _probes(m: int) -> Column:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
 from neuromanifold.experiments.paper.folder import Folder, versions
 from neuromanifold.experiments.paper.sources import Prepared
+from neuromanifold.loading import Task
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare
 from neuromanifold.results.diagonal import load_diagonal
+from neuromanifold.run.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.progress import Observer
 from neuromanifold.run.trials import EPSILON, short_name
@@ -28,9 +30,9 @@ Watch = Callable[[str, int], AbstractContextManager[Observer | None]]
 _LOOKED_AT = 4  # batches, for what is said about predictions
 
 
-def wanted_columns(prepared: Prepared) -> list[Column]:
-    """The table's, and those of the curve; without labels those that need none."""
-    found = [*COLUMNS, *curve(prepared.classes)[1:]]
+def wanted_columns(prepared: Prepared, most_probes: int | None = None) -> list[Column]:
+    """The table's, and those of the curve up to so many probes; without labels those that need none."""
+    found = [*COLUMNS, *curve(prepared.classes, most_probes)[1:]]
     return [column for column in found if prepared.labelled or not column.estimator.needs_labels]
 
 
@@ -92,7 +94,7 @@ def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
 
 
 def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch) -> tuple[DiagonalFisher, float]:
-    """The diagonal on the CPU, and the seconds it took (since the run was last taken up)."""
+    """The diagonal, and the seconds it took (since the run was last taken up)."""
     task = prepared.task.name
     with watch(f"{task}: {column.text}, by {column.by}", len(prepared.data)) as observer:
         start = time.perf_counter()
@@ -104,13 +106,19 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
             granularity=column.granularity,
             reduction="sum",
             seed=seed,
+            replay=replays(prepared),
             progress=observer or False,
             checkpoint=folder.file(task, f"{column.key}.checkpoint"),
         )
         seconds = time.perf_counter() - start
     p = result.provenance
     named = dataclasses.replace(p, model=f"{prepared.model.about} ({p.model})", data=prepared.data.about)
-    return dataclasses.replace(result.to("cpu"), provenance=named), seconds
+    return dataclasses.replace(result, provenance=named), seconds
+
+
+def replays(prepared: Prepared) -> bool:
+    """On a GPU, where all batches have the same shapes: sentences are of all lengths."""
+    return model_device(prepared.module).type == "cuda" and prepared.task.kind is not Task.TEXT
 
 
 def _numbers(

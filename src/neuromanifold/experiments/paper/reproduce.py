@@ -28,6 +28,7 @@ def reproduce(
     watch: Watch,
     keep: bool = True,
     rounds: int = ROUNDS,
+    most_probes: int | None = None,
 ) -> str:
     """Do what is not yet done of the tasks; gives the table of all that the folder has.
 
@@ -40,6 +41,7 @@ def reproduce(
         watch: is told how far a run is.
         keep: the diagonals of the table's columns as well, and not only the exact one.
         rounds: of the timing; 0 for none.
+        most_probes: where the curve over probes ends, if not at C - 1.
 
     """
     text = ""
@@ -47,7 +49,7 @@ def reproduce(
         prepared = prepare(task, sources.get(task.name, Source()), settings, folder, tell)
         _check_space(prepared, folder, keep)
         _say_facts(prepared, folder, tell)
-        _measure_all(prepared, folder, settings, tell, watch, keep)
+        _measure_all(prepared, folder, settings.seed, tell, watch, keep, most_probes)
         if rounds:
             speed = measure_speed(prepared, folder, rounds)
             tell(f"{task.name}: timed on {speed['device']}")
@@ -56,19 +58,21 @@ def reproduce(
     return text
 
 
-def _measure_all(prepared: Prepared, folder: Folder, settings: Settings, tell: Tell, watch: Watch, keep: bool) -> None:
+def _measure_all(
+    prepared: Prepared, folder: Folder, seed: int, tell: Tell, watch: Watch, keep: bool, most_probes: int | None
+) -> None:
     task = prepared.task.name
-    columns = wanted_columns(prepared)
+    columns = wanted_columns(prepared, most_probes)
     pending = [column for column in columns if folder.numbers(task, column.key) is None]
     if len(pending) < len(columns):
         tell(f"{task}: {len(columns) - len(pending)} of {len(columns)} estimators were finished before")
     if not pending:
         return
-    exact = exact_diagonal(prepared, folder, settings.seed, watch)
+    exact = exact_diagonal(prepared, folder, seed, watch)
     p = exact.provenance
     tell(f"{task}: exact, {p.passes / p.batches:g} passes a batch, trace {exact.trace.sum:.4g}")
     for column in pending:
-        numbers = measure(prepared, column, exact, folder, settings.seed, watch, keep)
+        numbers = measure(prepared, column, exact, folder, seed, watch, keep)
         errors = ", ".join(f"{group} {found['relmae']:.3g}" for group, found in numbers["errors"].items())
         tell(f"{task}: {column.text} by {column.by}, {numbers['passes']:g} passes a batch: RelMAE {errors}")
 

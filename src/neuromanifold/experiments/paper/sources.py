@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from neuromanifold.experiments.paper.folder import Folder, Settings
@@ -20,7 +21,9 @@ from neuromanifold.loading.functions import is_function_name
 from neuromanifold.loading.tables import SUFFIXES, read_table
 from neuromanifold.loading.tasks import Task
 from neuromanifold.run.fingerprint import fingerprint
+from neuromanifold.run.memory import free
 
+_PART = 4  # of the free memory, one in so many
 _LOCAL = {"model": "FOLDER", "data": "FILE"}
 Tell = Callable[[str], None]
 
@@ -80,11 +83,17 @@ def prepare(task: PaperTask, source: Source, settings: Settings, folder: Folder,
     own = source.model is not None or source.data is not None
     about = f"{data.about}, {len(rows):,} of them drawn with seed {settings.seed}"
     about += f", {left_out:,} without a usable label left out" if left_out else ""
-    prepared = Prepared(task, model, replace(data, rows=tuple(rows), about=about), labelled, left_out, own)
+    data = replace(data, rows=tuple(rows), about=about).remembered(_room())
+    prepared = Prepared(task, model, data, labelled, left_out, own)
     folder.claim(task.name, {**begun, **_identity(prepared)})
     if folder.numbers(task.name, "rows") is None:
         folder.keep(task.name, "rows", "rows", {"rows": rows, "labelled": labelled, "left_out": left_out})
     return prepared
+
+
+def _room() -> int:
+    """Bytes for batches, which every estimator goes through: a part of the memory that is free."""
+    return (free(torch.device("cpu")) or 0) // _PART
 
 
 @contextmanager
