@@ -38,6 +38,7 @@ from neuromanifold.run.geometry import path_length
 from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.matrix import fisher_matrix
 from neuromanifold.run.operator import FisherOperator, fisher_operator
+from neuromanifold.run.replay import NotReplayedWarning
 from neuromanifold.run.running import RunningFisher
 
 __all__ = [  # noqa: RUF022 (grouped by stage)
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "Upper",
     # the network's metric tensor
     "Checkpoint",
+    "NotReplayedWarning",
     "RunningFisher",
     "SlowPathWarning",
     "fisher_bounds",

@@ -107,7 +107,8 @@ def test_a_recording_that_fails_leaves_nothing_behind(both):
             out: Tensor = self.last(ReadsBack.apply(self.first(x).tanh()))
             return out
 
-    expected, found = both(Model(), list(inputs(8, 4, 6)))
+    with pytest.warns(nm.NotReplayedWarning, match="as always, because the device is waited for"):
+        expected, found = both(Model(), list(inputs(8, 4, 6)))
     assert not Recorded.last.replayed
     assert_equal(found, expected)
 
@@ -153,7 +154,9 @@ def test_a_model_that_depends_on_more_than_its_inputs_is_seen(monkeypatch: pytes
 
     for wrong_at in (1, 2):  # before anything wrong has been added
         monkeypatch.setattr(Recorded, "_is_right", right_before(wrong_at))
-        assert_same(nm.fisher_diagonal(model, data, nm.Exact(), unchecked, replay=True), expected)
+        with pytest.warns(nm.NotReplayedWarning, match="depends on more than its inputs"):
+            found = nm.fisher_diagonal(model, data, nm.Exact(), unchecked, replay=True)
+        assert_same(found, expected)
     for wrong_at in (8, 13):  # the eighth, and the last one
         monkeypatch.setattr(Recorded, "_is_right", right_before(wrong_at))
         with pytest.raises(RuntimeError, match="replay=False"):
@@ -180,9 +183,22 @@ def test_models_with_hooks_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loop, "Replay", Recorded)
     model, seen = contract_network(), []
     model.register_forward_hook(lambda *_: seen.append(1))
-    nm.fisher_diagonal(model, batches([4] * 10), nm.Exact(), unchecked, replay=True)
+    with pytest.warns(nm.NotReplayedWarning, match="hooks"):
+        nm.fisher_diagonal(model, batches([4] * 10), nm.Exact(), unchecked, replay=True)
     assert Recorded.last.replayed == 0
     assert len(seen) >= 10
+
+
+def test_hooks_that_transformers_install_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Replay", Recorded)
+    model = contract_network()
+
+    def note_output(*_: object) -> None: ...
+
+    note_output.__module__ = "transformers.utils.output_capturing"
+    model.register_forward_hook(note_output)
+    nm.fisher_diagonal(model, batches([4] * 10), nm.Exact(), unchecked, replay=True)
+    assert Recorded.last.replayed > 0
 
 
 @pytest.mark.parametrize(

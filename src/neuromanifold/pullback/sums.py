@@ -158,7 +158,7 @@ class DiagonalSums:
     @property
     def variant(self) -> tuple[object, ...]:
         """All that differs from batch to batch in what is done with one, apart from its shapes."""
-        return self._takes, self._changes, self._small.moves
+        return self._takes and self._keeps, self._changes, self._small.moves
 
     def tally(self) -> tuple[list[int], list[int]]:
         """How many samples have been seen and taken of each parameter."""

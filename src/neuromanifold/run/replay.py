@@ -30,6 +30,11 @@ from neuromanifold.run.validation import Found
 
 _BEFORE = 2  # batches of a kind that are done, and rehearsed, before one is recorded
 _RECORDINGS = 8  # at most: each keeps a batch's activations
+_REASON = 300  # characters
+
+
+class NotReplayedWarning(UserWarning):
+    """The answer is right, but batches could not be replayed, and take as long as without `replay`."""
 
 
 class Recorder:
@@ -109,8 +114,10 @@ class Replay:
 
     def __init__(self, step: Step, sums: GradientSums, recorder: Any = None) -> None:
         self._step, self._recorder = step, recorder
-        possible = (recorder is not None or step.device.type == "cuda") and _plain(step.model)
+        possible = isinstance(sums, DiagonalSums) and (recorder is not None or step.device.type == "cuda")
         self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: not replayed (any more)
+        if possible and not _plain(step.model):
+            self._give_up("modules have hooks, which a replay would not call")
         step.around_model = self._pretended
         self._times: dict[object, int] = {}
         self._recordings: dict[object, _Recording] = {}
@@ -159,7 +166,7 @@ class Replay:
         if found:
             self._step.validation.look_later(found[0], number)
         if noted:
-            self._sums = None
+            self._give_up(f"the device is waited for: {noted[0]}")
         return outputs
 
     def _record(self, key: object, batch: Batch, number: int, sums: DiagonalSums) -> None:
@@ -177,8 +184,8 @@ class Replay:
                 outputs = step.forward(own, number)
             with recorder.recording() as backward, step.validation.postponed() as found:
                 step.backward(outputs, number)
-        except Exception:  # an operation that waits for the device, or that cannot be recorded
-            self._sums = None
+        except Exception as error:  # an operation that waits for the device, or that cannot be recorded
+            self._give_up(f"{type(error).__name__}: {error}")
             sums.forget()
             recorder.recover()
             return
@@ -200,7 +207,7 @@ class Replay:
         if recording.replayed & (recording.replayed - 1) == 0 and not self._is_right(recording):
             if recording.replayed > _BEFORE:
                 self._complain(f"batch {number}")
-            self._sums = None  # nothing of this batch has been added yet
+            self._give_up("the model depends on more than its inputs")  # nothing of this batch has been added yet
             return self._step(batch, number)
         self._step.seed(number)  # the graph reads the generator's seed anew with each replay
         recording.backward.replay()
@@ -221,15 +228,24 @@ class Replay:
         error, size = (float(torch.linalg.vector_norm(t.float())) for t in (own - found, own))
         return error <= 4 * torch.finfo(own.dtype).eps * size or math.isnan(error)  # NaN is found elsewhere
 
+    def _give_up(self, reason: str) -> None:
+        self._sums = None
+        text = f"`replay`: batches are done as always, because {' '.join(reason.split())[:_REASON]}"
+        warnings.warn(text, NotReplayedWarning, stacklevel=2)
+
     def _complain(self, where: str) -> None:
         text = f"`data`, {where}: the model does not compute what was recorded of it before; it may depend on more "
         raise RuntimeError(text + "than its inputs. Use replay=False.")
 
 
 def _plain(model: nn.Module) -> bool:
-    """Whether nobody listens to the model's modules: a replay calls no hooks."""
+    """Whether nobody listens to the model's modules: a replay calls no hooks.
+
+    Those that transformers install by themselves only note intermediate outputs, for the output of the same call.
+    """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return not any(getattr(module, name, None) for module in model.modules() for name in names)
+    found = (hook for module in model.modules() for name in names for hook in getattr(module, name, {}).values())
+    return all((getattr(hook, "__module__", None) or "").split(".")[0] == "transformers" for hook in found)
 
 
 def _signature(value: Any) -> object:
