@@ -60,6 +60,20 @@ def finished(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+def test_the_curve_can_end_early_and_go_on_later(folder: Folder, tmp_path: Path) -> None:
+    data, options = write_data("text", tmp_path, 4)
+    out = tmp_path / "out"
+    command = ["reproduce", "dbpedia", "-m", folder("headless"), "-d", data, *options, *SIZES, "-o", out, "--rounds", 0]
+
+    def along() -> set[str]:
+        return {path.stem for path in (out / "dbpedia").glob("probes_*.json")}
+
+    good(*command, "--most-probes", 4)
+    assert along() == {"probes_2", "probes_4"}
+    assert "11 of 13 estimators were finished before" in good(*command)
+    assert along() == {"probes_2", "probes_4", "probes_8", "probes_13"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_column_is_finished_and_every_file_is_there(finished: Any, kind: str) -> None:
     done = finished(kind)

@@ -50,6 +50,7 @@ def test_columns_are_squared_as_their_name_says() -> None:
 def test_the_curve_doubles_until_nothing_random_is_left(classes: int, probes: list[int]) -> None:
     assert [column.estimator.probes for column in curve(classes)] == probes  # type: ignore[attr-defined]
     assert curve(classes)[0] == COLUMNS[-1]
+    assert [column.estimator.probes for column in curve(classes, most=4)] == [m for m in probes if m <= 4]  # type: ignore[attr-defined]
 
 
 NAMES = {
@@ -152,11 +153,12 @@ def prepared() -> Prepared:
     return Prepared(TASKS["sst2"], model, data, False, 0, True)
 
 
-def test_the_first_batch_is_not_timed() -> None:
-    one = prepared()
+def test_the_first_batches_are_not_timed() -> None:
+    one, cpu = prepared(), torch.device("cpu")
     batches = [{**batch, "labels": torch.zeros(2, dtype=torch.int64)} for batch in one.batches(5)]
-    assert len(_seconds(one, COLUMNS[0], batches, torch.device("cpu"))) == 4
-    assert _seconds(one, COLUMNS[0], batches[:1], torch.device("cpu")) == []
+    assert len(_seconds(one, COLUMNS[0], batches, cpu, 1)) == 4
+    assert len(_seconds(one, COLUMNS[0], batches, cpu, 3)) == 2
+    assert _seconds(one, COLUMNS[0], batches[:1], cpu, 1) == []
 
 
 def test_times_are_kept_and_batches_begin_anew_where_there_are_few(tmp_path: Path) -> None:

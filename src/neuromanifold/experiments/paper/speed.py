@@ -3,7 +3,8 @@
 for each round:
     for each column:
         run over a few batches that lie ready on the device; note the time from one batch to the next
-the first batch of a run, in which it is found out how samples go through the network, does not count
+the first batch of a run, in which it is found out how samples go through the network, does not count; on a GPU, the
+first nine, since in the first eight values are read back, for which it waits
 
 On a CPU it is the processor's time that is taken, which others on the machine lengthen less than the clock's.
 """
@@ -28,7 +29,9 @@ from neuromanifold.run.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import SlowPathWarning
 
-ROUNDS, TIMED = 5, 2  # TIMED batches count in each round
+ROUNDS = 5
+LEFT_OUT, TIMED = 1, 2  # batches at the beginning of a run, and those that count in each round
+_LEFT_OUT_ON_GPU, _TIMED_ON_GPU = 9, 4
 _FEW = 8  # passes: what takes more is timed once
 
 Batch = dict[str, Tensor]
@@ -40,18 +43,19 @@ def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> d
     if kept is not None:
         return kept
     device = model_device(prepared.module)
-    batches = [_ready(batch, device) for batch in prepared.batches(TIMED + 1)]
+    left_out, timed = (_LEFT_OUT_ON_GPU, _TIMED_ON_GPU) if device.type == "cuda" else (LEFT_OUT, TIMED)
+    batches = [_ready(batch, device) for batch in prepared.batches(left_out + timed)]
     often, once = ((EXACT, *COLUMNS), ()) if prepared.classes <= _FEW else (COLUMNS, (EXACT,))
     seconds: dict[str, list[float]] = {column.key: [] for column in (EXACT, *COLUMNS)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPathWarning)
         for column in COLUMNS:  # kernels are compiled and memory is had before the first round
-            _seconds(prepared, column, batches[:1], device)
+            _seconds(prepared, column, batches if device.type == "cuda" else batches[:1], device, left_out)
         for _ in range(rounds):
             for column in often:
-                seconds[column.key] += _seconds(prepared, column, batches, device)
+                seconds[column.key] += _seconds(prepared, column, batches, device, left_out)
         for column in once:
-            seconds[column.key] += _seconds(prepared, column, batches[:2], device)
+            seconds[column.key] += _seconds(prepared, column, batches[:2], device, 1)
     values = {
         "seconds": {key: median(found) for key, found in seconds.items()},
         "batches_timed": {key: len(found) for key, found in seconds.items()},
@@ -76,8 +80,10 @@ def _ready(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device) for name, value in {**batch, "labels": labels}.items()}
 
 
-def _seconds(prepared: Prepared, column: Column, batches: list[Batch], device: torch.device) -> list[float]:
-    """Of each batch but the first."""
+def _seconds(
+    prepared: Prepared, column: Column, batches: list[Batch], device: torch.device, left_out: int
+) -> list[float]:
+    """Of each batch but the first ones."""
     moments: list[float] = []
     clock = time.process_time if device.type == "cpu" else time.perf_counter
 
@@ -96,4 +102,4 @@ def _seconds(prepared: Prepared, column: Column, batches: list[Batch], device: t
         likelihood=prepared.model.likelihood,
         granularity=column.granularity,
     )
-    return [after - before for before, after in pairwise(moments[1:])]
+    return [after - before for before, after in pairwise(moments[left_out:])]
