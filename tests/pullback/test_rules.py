@@ -337,7 +337,7 @@ def _patched() -> nn.Module:
     [
         (NewName(2, 2), True),
         (nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2), True),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), True),  # for its bias
+        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), True),
         (OwnForward(2, 2), False),
         (OneMore(), False),
         (_patched(), False),

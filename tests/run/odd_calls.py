@@ -81,8 +81,39 @@ def called_in_odd_ways(labels: Tensor) -> dict[str, Problem]:
         ),
         "a forward of its own": Problem(norm_of(lambda _: OwnForward(3, 4)), three(), labels, rest=("layer.weight",)),
         "under no_grad": Problem(Net(_no_grad, frozen=nn.Linear(3, 3), head=nn.Linear(3, 3)), three(), labels),
-        "weight norm": Problem(
-            norm_of(nn.utils.parametrizations.weight_norm), three(), labels, rest=("layer.parametrizations.*",)
+        "weight norm": Problem(norm_of(nn.utils.parametrizations.weight_norm), three(), labels),
+        "weight norm, one for all": Problem(
+            norm_of(lambda layer: nn.utils.parametrizations.weight_norm(layer, dim=None)), three(), labels
+        ),
+        "weight norm, called twice": Problem(
+            Net(
+                lambda m, x: m.head(torch.tanh(m.layer(torch.tanh(m.layer(x))))),
+                layer=nn.utils.parametrizations.weight_norm(nn.Linear(3, 3, bias=False), dim=1),
+                head=nn.Linear(3, 3),
+            ),
+            three(),
+            labels,
+        ),
+        "weight norm of a convolution": Problem(
+            Net(
+                lambda m, x: m.head(m.conv(x).tanh().mean(-1)),
+                conv=nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 4, 3, padding=1, groups=2), dim=2),
+                head=nn.Linear(4, 3),
+            ),
+            torch.randn(4, 2, 5),
+            labels,
+        ),
+        "orthogonal weights": Problem(norm_of(nn.utils.parametrizations.orthogonal), three(), labels),
+        "spectral norm": Problem(norm_of(nn.utils.parametrizations.spectral_norm), three(), labels),
+        "a computed weight used elsewhere": Problem(
+            Net(
+                lambda m, x: m.head(torch.tanh(m.layer(x)) + m.layer.weight.sum(1)),
+                layer=nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+                head=nn.Linear(4, 3),
+            ),
+            three(),
+            labels,
+            rest=("layer.parametrizations.*",),
         ),
         "weight norm, old": Problem(OldWeightNorm(), three(), labels, rest=("layer.weight_*",)),
         "user hooks": Problem(hooked(), three(), labels),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from neuromanifold.pullback.rules import Rule, find_rule
+from neuromanifold.pullback.rules import Place, Rule, find_any_rule, places
 
 Listener = Callable[["Record", Tensor], None]
 
@@ -35,6 +35,7 @@ class Site:
     parameters: dict[str, int]  # name in the module: number among the chosen parameters
     detached: dict[str, Tensor]
     originals: dict[str, nn.Parameter]
+    places: dict[str, Place]
     argument: str  # what the first argument is called
     number: int = 0  # among the sites of the model
 
@@ -136,17 +137,18 @@ class Taps:
         """Detached parameters for those that are asked for, but for the plain ones and for any that are not there."""
         if not torch.is_grad_enabled() or not _usable(site.first(args, options)):
             return
-        present = site.module._parameters
         for name, number in site.parameters.items():
-            if number not in self.plain and present.get(name) is site.originals[name]:
-                present[name] = site.detached[name]  # type: ignore[assignment]
+            held, key = site.places[name]
+            if number not in self.plain and held.get(key) is site.originals[name]:
+                held[key] = site.detached[name]
 
     def put_back(self, site: Site) -> list[str]:
         """The parameters of a module; which of them had been swapped."""
-        present = site.module._parameters
-        swapped = [name for name, detached in site.detached.items() if present.get(name) is detached]
-        for name in swapped:
-            present[name] = site.originals[name]
+        swapped = []
+        for name, (held, key) in site.places.items():
+            if held.get(key) is site.detached[name]:
+                held[key] = site.originals[name]
+                swapped.append(name)
         return swapped
 
     def tapped(
@@ -173,13 +175,14 @@ class Taps:
 
 
 def _site(module: nn.Module, numbers: dict[int, int]) -> Site | None:
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    chosen = {name: numbers[id(parameter)] for name, parameter in own.items() if id(parameter) in numbers}
-    found = find_rule(module) if chosen else None
+    own = {name: (place, place.held[place.key]) for name, place in places(module).items()}
+    chosen = {name: numbers[id(parameter)] for name, (_, parameter) in own.items() if id(parameter) in numbers}
+    found = find_any_rule(module) if chosen else None
     if found is None:
         return None
-    detached, originals = {name: own[name].detach() for name in chosen}, {name: own[name] for name in chosen}
-    return Site(module, found, chosen, detached, originals, _first_argument(type(module).forward))
+    originals = {name: own[name][1] for name in chosen}
+    detached, there = {name: own[name][1].detach() for name in chosen}, {name: own[name][0] for name in chosen}
+    return Site(module, found, chosen, detached, originals, there, _first_argument(type(module).forward))
 
 
 @functools.cache

@@ -56,7 +56,7 @@ class Layout:
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """A vector [P] as one tensor for each parameter, of its shape; of a block [P, m], [*shape, m]."""
         rest = flat.shape[1:]
-        return {name: flat[self.slices[name]].view(*shape, *rest) for name, shape in self.shapes.items()}
+        return {name: flat[self.slices[name]].view((*shape, *rest)) for name, shape in self.shapes.items()}
 
     def layers(self) -> dict[str, list[str]]:
         """The parameters of each module, by the module's name; they lie side by side."""

@@ -92,9 +92,12 @@ def rule_where(condition: Applies, parameters: tuple[str, ...], extra_dims: bool
     return enter
 
 
-def find_rule(module: nn.Module) -> Rule | None:
-    """The rule of a module, if its forward is known, and all of its own parameters are."""
-    own = {name for name, parameter in module._parameters.items() if parameter is not None}
+def find_rule(module: nn.Module, computed: frozenset[str] = frozenset()) -> Rule | None:
+    """The rule of a module, if its forward is known, and all of its own parameters are.
+
+    `computed`: what takes the place of further parameters, made from others (`parametrized.py`).
+    """
+    own = {name for name, parameter in module._parameters.items() if parameter is not None} | computed
     if not own or "forward" in vars(module) or torch_module._global_forward_hooks:
         return None
     for kind in type(module).__mro__:
