@@ -23,7 +23,7 @@ from neuromanifold.estimators.orthogonal import (
     random_signs,
     remainder,
 )
-from neuromanifold.estimators.parts import Full, Mixer, Part, check_part
+from neuromanifold.estimators.parts import Full, Lower, Mixer, Part, check_part
 
 Noise = Literal["rademacher", "gaussian"]
 
@@ -103,19 +103,26 @@ class Hutchinson(Estimator):
             yield mix(self._noise(core, noise_dim, generator)) / math.sqrt(self.probes)
 
     def fuses(self, core: Core) -> bool:
-        """On a GPU: independent probes with random signs, of classes, with at most one eigenvector deflated."""
+        """On a GPU, for classes: independent probes with random signs, with one eigenvector deflated, or of a few."""
         if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
             return False  # something else that somebody wrote
-        signs = self.noise == "rademacher" and isinstance(self.core, Full) and self.deflate <= 1 and not self._together
+        few = self.core.size(core) <= kernels.LARGEST_RANK and core.dim <= kernels.LARGEST_ROW
+        part = self.deflate <= 1 if isinstance(self.core, Full) else isinstance(self.core, Lower) and few
+        signs = self.noise == "rademacher" and part and not self._together
         return signs and kernels.usable(core.given) and not is_differentiated(core.given)
 
     def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[kernels.Probe]:
-        """The same probes from one kernel each, `neuromanifold.estimators.kernels.probe`."""
+        """The same probes from one kernel each, `probe` or `lower` in `neuromanifold.estimators.kernels`."""
+        from neuromanifold.estimators.kernels.lower import lower_probe
         from neuromanifold.estimators.kernels.probe import probe
 
         assert isinstance(core, Categorical)
+        z, scale = core.given, 1 / math.sqrt(self.probes)
         for _ in range(self.probes):
-            yield probe(core.given, self.deflate > 0, 1 / math.sqrt(self.probes), generator, counts)
+            if isinstance(self.core, Lower):
+                yield lower_probe(z, self.core.rank, scale, generator, counts)
+            else:
+                yield probe(z, self.deflate > 0, scale, generator, counts)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.

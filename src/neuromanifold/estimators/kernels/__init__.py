@@ -12,12 +12,41 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message
 
+LARGEST_RANK, LARGEST_ROW = 8, 4096
+"""Eigenpairs and classes up to which `kernels.lower` is used: it has a whole row at once."""
+
 
 class Probe(NamedTuple):
     """A cotangent for every row, and which rows could be evaluated."""
 
     cotangent: Tensor  # [..., C]
     finite: Tensor  # [...] bool  False: NaN, +inf, or no possible class
+
+
+class Buffers(NamedTuple):
+    """What kernels for probes read and write."""
+
+    rows: Tensor  # [n, C]  the logits, contiguous along C
+    cotangent: Tensor  # [n, C]  to be written, as the next
+    finite: Tensor  # [n] bool
+    seed: Tensor  # [1] int64
+
+
+def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
+    """Rows of logits [..., C] with room for their cotangents, and a seed from the generator; nothing is waited for.
+
+    u has the type of the logits, but float32 for float16, which has no room for small entries before the pullback
+    scales them up.
+    """
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    return Buffers(
+        rows,
+        torch.empty(rows.shape, dtype=dtype, device=rows.device),
+        torch.empty(len(rows), dtype=torch.bool, device=rows.device),
+        torch.empty(1, dtype=torch.int64, device=rows.device).random_(generator=generator),
+    )
 
 
 def usable(tensor: Tensor) -> bool:

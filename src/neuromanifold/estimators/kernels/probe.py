@@ -34,7 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.estimators.kernels import Probe
+from neuromanifold.estimators.kernels import Probe, buffers
+from neuromanifold.estimators.kernels.signs import random_words, sign
 
 LARGEST_BLOCK = 4096
 """Columns that are worked on at once; rows up to this length stay in the innermost cache."""
@@ -46,14 +47,10 @@ def probe(
     """scale · S η at logits [..., C] in float32, bfloat16 or float16; the host does not wait for the device.
 
     `counts` [...]: rows where it is False are not read, and get zeros.  u has the type of the logits, but float32 for
-    float16, which has no room for small entries before the pullback scales them up.
+    float16.
     """
-    classes, dtype = logits.shape[-1], logits.dtype
-    rows = logits.detach().reshape(-1, classes)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    u = torch.empty(rows.shape, dtype=torch.float32 if dtype == torch.float16 else dtype, device=rows.device)
-    finite = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
-    seed = torch.empty(1, dtype=torch.int64, device=rows.device).random_(generator=generator)
+    rows, u, finite, seed = buffers(logits, generator)
+    classes = logits.shape[-1]
     if len(rows):
         block = min(triton.next_power_of_2(classes), LARGEST_BLOCK)
         tile_rows = max(1, min(32, 512 // block))
@@ -165,16 +162,16 @@ def _probe(
     x = gap * v / (1.0 + delta * v)
 
     # Dot products over all classes but a.  The signs of a and ξ₁ come from a word of the row's own.
-    word = _words(key, within, program, 1)
-    xi_a, xi_1 = _sign(word, 0), _sign(word, 1)
+    word = random_words(key, within, program, 1)
+    xi_a, xi_1 = sign(word, 0), sign(word, 1)
     root_xi = tl.zeros([ROWS, BLOCK], tl.float32)
     w_xi = tl.zeros([ROWS, BLOCK], tl.float32)
     root_w = tl.zeros([ROWS, BLOCK], tl.float32)
     w_w = tl.zeros([ROWS, BLOCK], tl.float32)
     for begin in range(0, end, SPAN):
-        words = _words(key, begin + lanes, program, 0)
+        words = random_words(key, begin + lanes, program, 0)
         for start in range(begin, tl.minimum(begin + SPAN, end), BLOCK):
-            xi = _sign(words, (start - begin) // BLOCK * ROWS + within)
+            xi = sign(words, (start - begin) // BLOCK * ROWS + within)
             root = _root(z_row, start + lanes, counted, classes, likely, base)
             root_xi += root * xi
             if DEFLATE:
@@ -196,10 +193,10 @@ def _probe(
     total = P + root_a * eta_a  # √p·η
 
     for begin in range(0, classes, SPAN):
-        words = _words(key, begin + lanes, program, 0)
+        words = random_words(key, begin + lanes, program, 0)
         for start in range(begin, tl.minimum(begin + SPAN, classes), BLOCK):
             column = start + lanes
-            eta = _sign(words, (start - begin) // BLOCK * ROWS + within)
+            eta = sign(words, (start - begin) // BLOCK * ROWS + within)
             root = _root(z_row, column, counted, classes, likely, base)
             if DEFLATE:
                 eta = eta - along * root * (x / (x + (1.0 - root * root)))
@@ -229,17 +226,3 @@ def _step(s, A, delta, gap, most):
     q = tl.sqrt(beta * beta + 4.0 * delta * s)
     v = tl.where(beta > 0.0, 2.0 * s / (beta + q), (q - beta) / (2.0 * delta))
     return tl.minimum(tl.maximum(v, 1.0), most)
-
-
-@triton.jit
-def _words(key, counter, program, stream):
-    """32 random bits for each counter."""
-    zero = counter * 0
-    word, _, _, _ = tl.philox(key, counter, zero + program, zero + stream, zero)
-    return word
-
-
-@triton.jit
-def _sign(word, bit):
-    """±1 from a bit of a word."""
-    return 1.0 - 2.0 * ((word >> bit) & 1).to(tl.float32)
