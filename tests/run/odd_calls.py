@@ -29,7 +29,7 @@ def called_in_odd_ways(labels: Tensor) -> dict[str, Problem]:
 
     def masked(m: Net, x: Tensor) -> Tensor:
         some = x[:, 0] > 0
-        z = torch.zeros(len(x), 4, dtype=x.dtype)
+        z = x.new_zeros(len(x), 4)
         z[some] = torch.tanh(m.layer(x[some]))
         return m.head(z)
 

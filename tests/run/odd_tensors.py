@@ -60,7 +60,11 @@ def shared_by_the_samples(labels: Tensor) -> dict[str, Problem]:
         return m.head(torch.tanh(x + m.layer(m.query)).mean(1))
 
     def ids(*shape: int) -> Callable[[Net, Tensor], Tensor]:
-        return lambda m, x: m.head(torch.tanh(m.layer(x) + m.table(torch.arange(3).view(shape))).mean(1))
+        def forward(m: Net, x: Tensor) -> Tensor:
+            positions = torch.arange(3, device=x.device).view(shape)
+            return m.head(torch.tanh(m.layer(x) + m.table(positions)).mean(1))
+
+        return forward
 
     tokens = lambda: torch.randn(4, 3, 2)  # noqa: E731
     parts = lambda: {"layer": nn.Linear(2, 2), "head": nn.Linear(2, 3)}  # noqa: E731

@@ -24,7 +24,8 @@ def test_batches_are_moved_to_the_model(name: str, device: str) -> None:
     options = {"likelihood": problem.likelihood, "reduction": "sum", **problem.options}
     exact = nm.fisher_diagonal(model, problem.data, nm.Exact(), **options)
     assert exact["".join(list(exact)[:1])].device.type == device
-    assert exact.to("cpu").compare(estimate(problem, nm.Exact())).mae < 1e-12
+    by_kernel = device == "cuda" and "weight" in name  # torch's weight norm takes its square root in float32 there
+    assert exact.to("cpu").compare(estimate(problem, nm.Exact())).mae < (1e-6 if by_kernel else 1e-12)
     many = nm.fisher_diagonal(model, problem.data, nm.Hutchinson(100, deflate=1, orthogonal=False), **options)
     for key, value in exact.items():
         assert ((many[key] - value).abs() <= 7 * many.stderr[key] + 1e-9 * value + 1e-20).all()
