@@ -7,8 +7,9 @@ Parameters with a rule at every use are done by samples, the others by autograd.
   rule, where it meets the samples in a way that `direct` knows.
 
 Whether rows are samples is tried out (`trial.py`).  This also tells in which order samples and positions are where they
-share a dimension; as long as both orders are possible, or nothing but zeros was seen, it is done again with each batch.
-So it is where the graph has other operations than before, or sends rows where the data say (mixtures of experts).
+share a dimension; as long as both orders are possible it is done again with each batch.  So it is where the graph has
+other operations than before, or sends rows where the data say (mixtures of experts).  Where nothing but zeros was seen
+(behind a matrix that is zero, as in a fresh adapter) it is done again once something else comes by (`Watch`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from neuromanifold.pullback.forms import Form
 from neuromanifold.pullback.rules import Call, NotApplicableError
 from neuromanifold.pullback.taps import Record, Taps
 from neuromanifold.pullback.trial import Sketch, Trial, sketch
+from neuromanifold.pullback.watch import Watch
 
 Backward = Callable[[Tensor, Tensor, Callable[[Record, Tensor], None]], dict[int, Tensor | None]]
 """Sends a cotangent back; tells the taps' gradients, and gives those at the plan's edges."""
@@ -48,6 +50,7 @@ class Plan:
         self._excluded: set[tuple[tuple[int, int], int]] = set()  # calls, and dimensions known not to hold the samples
         self._tried: set[object] = set()  # uses whose rows have been tried out, in which kind of graph
         self._graph: int | None = None  # the kind of the last graph; None if it may differ each time
+        self.watch = Watch()
 
     @property
     def records(self) -> list[Record]:
@@ -70,7 +73,7 @@ class Plan:
         """Let go of the last graph: records and its nodes hold each other."""
         for record in self.records:
             record.node, record.meetings = None, []
-        self.taps.records, self.direct = [], {}
+        self.taps.records, self.direct, self.watch.here = [], {}, set()
 
     def settled(self, logits: Tensor, backward: Backward) -> bool:
         """Look at a new graph; False if rules took a parameter that they cannot do: then forward has to be repeated."""
@@ -181,16 +184,35 @@ class Plan:
 
     def _rows_are_samples(self, logits: Tensor, backward: Backward) -> bool:
         """Try out where rows belong to samples; False if something has been given up for which that is not so."""
-        if self._graph is not None and self._kinds_of_uses() <= self._tried:
+        pending = self._kinds_of_uses() - self._tried
+        if self._graph is not None and not (pending and self.watch.calls_for_a_trial(pending)):
+            self._watch_what_is_quiet()
             return True
-        trial, looks = Trial(logits), _Looks(self)
-        for cotangent in trial.cotangents:
+        trial, looks, came_late = Trial(logits), _Looks(self), self.watch.seen()
+        for cotangent in trial.cotangents():
             found = backward(logits, cotangent, looks.at_tap)
             for k, (what, meeting) in enumerate(self.edges()):
                 g = found[k]
                 if g is not None:
                     looks.at_edge(what, meeting, g)
-        return self._decide(looks, trial)
+        right = self._decide(looks, trial)
+        if came_late and not right:
+            text = "Batches differ in a way that rules cannot follow: gradients that were zero at first came to rows "
+            raise RuntimeError(text + "that are not the samples. Use granularity='batch'.")
+        self._watch_what_is_quiet()
+        return right
+
+    def _watch_what_is_quiet(self) -> None:
+        """Note by which records and meetings of this graph the uses are to be recognised."""
+        self.watch.here = set()
+        if self.watch.quiet:
+            self.watch.here |= {record for record in self.records if self.kind_of(record) in self.watch.quiet}
+            self.watch.here |= {
+                meeting
+                for i, found in self.direct.items()
+                for meeting in found
+                if self.kind_of(i, meeting) in self.watch.quiet
+            }
 
     def _kinds_of_uses(self) -> set[object]:
         """What has to be tried out once, and with more than one sample: every use, in each of its layouts."""
@@ -223,6 +245,7 @@ class Plan:
                 if not (right and look.possible):
                     wrong[i].add(look.order)
                     excluded |= {look.excludes} if look.excludes and look.possible else set()
+        self.watch.begin(self._kinds_of_uses() - tried)
         if excluded:  # the samples are another dimension, or none, although there are as many rows
             self._excluded |= excluded
             return False

@@ -52,6 +52,7 @@ class SamplePullback:
         with self.taps.attached():
             try:
                 yield
+                self.plan.watch.finish()
             finally:
                 self.release()
 
@@ -190,6 +191,8 @@ class SamplePullback:
             self._take_call(record, g)
 
     def _take_call(self, record: Record, g: Tensor) -> None:
+        if self.plan.watch.here:
+            self.plan.watch.take(record, g)
         forms = record.site.rule.function(self.plan.call(record, g))
         for name, i in record.parameters.items():
             if name not in forms:
@@ -231,6 +234,7 @@ class SamplePullback:
                 one = meeting.gradients(g)
                 partial[what] = partial[what] + one if what in partial else one
             else:
+                self.plan.watch.take(meeting, g)
                 self._take(what, self.plan.form(what, meeting, g), None)
         for record, g in partial.items():
             self._take_call(record, g)

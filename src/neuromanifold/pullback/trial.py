@@ -11,6 +11,7 @@ Of a gradient only a sketch is kept: the length of each row, and its product wit
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,8 @@ def sketch(rows: Tensor) -> Sketch:
     floor = 6e-8 * flat.shape[1] ** 0.5 if rows.dtype == torch.float16 else 0.0
     lengths = [torch.linalg.vector_norm(wide, order, dim=1) for order in (2, math.inf)]
     length = torch.maximum(*lengths)  # squares of very small numbers are zero, the largest of them is not
-    return Sketch((flat != 0).any(1), length, wide @ signs, _TOLERANCE[rows.dtype], floor)
+    nonzero = lengths[1] != 0  # NaN is not zero
+    return Sketch(nonzero, length, wide @ signs, _TOLERANCE[rows.dtype], floor)
 
 
 class Trial:
@@ -55,10 +57,17 @@ class Trial:
         first, second = torch.randint(-largest, largest + 1, (2, samples), generator=generator).double()
         self.included = self.included.to(device)
         self.quotient = torch.exp2(second - first).to(device)
-        noise = torch.randn(logits.shape, generator=generator)
-        scales = (torch.exp2(first) * self.included.cpu(), torch.exp2(second))
-        shape = (-1, *[1] * (logits.ndim - 1))
-        self.cotangents = [(noise * scale.view(shape)).to(device, logits.dtype) for scale in scales]
+        self._logits, self._seed = logits.detach(), samples
+        self._scales = torch.exp2(first).to(device) * self.included, torch.exp2(second).to(device)
+
+    def cotangents(self) -> Iterator[Tensor]:
+        """The same noise with other scales; one after the other, since for many classes they are large."""
+        logits = self._logits
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        for scale in self._scales:
+            generator = torch.Generator(logits.device).manual_seed(self._seed)
+            noise = torch.randn(logits.shape, generator=generator, device=logits.device, dtype=dtype)
+            yield noise.mul_(scale.to(dtype).view(-1, *[1] * (logits.ndim - 1))).to(logits.dtype)
 
     def judge(self, first: Sketch, second: Sketch) -> tuple[bool, bool]:
         """Whether the rows are the samples, and whether there was anything to be seen."""
