@@ -91,6 +91,27 @@ def test_what_comes_later_is_tried_then(open_from: int, trials: list[int]) -> No
         torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-14)
 
 
+def test_what_has_been_tried_before_is_not_watched() -> None:
+    """Two heads in turn, so that there is a trial with each of them; in the second one the layer has no gradient."""
+
+    class TwoHeads(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.layer(x)) * (x[:, :1] > 2)
+            out: Tensor = self.head(y) if x[0, 1] > 0 else self.other(y)
+            return out
+
+    data = [x.clone() for x in gated_data(0, 3)]
+    for x, second, gate in zip(data, (1.0, -1.0, 1.0), (3.0, 0.0, 3.0), strict=True):
+        x[:, 0], x[:, 1] = gate, second
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nm.fisher_diagonal(TwoHeads().double(), data, nm.Exact())
+
+
 def test_rows_that_turn_out_not_to_be_samples_end_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"zero at first.*granularity='batch'"):
         nm.fisher_diagonal(Gated(mixes=True).double(), gated_data(5), nm.Exact())

@@ -245,7 +245,7 @@ class Plan:
                 if not (right and look.possible):
                     wrong[i].add(look.order)
                     excluded |= {look.excludes} if look.excludes and look.possible else set()
-        self.watch.begin(self._kinds_of_uses() - tried)
+        self.watch.begin(self._kinds_of_uses() - tried - self._tried)
         if excluded:  # the samples are another dimension, or none, although there are as many rows
             self._excluded |= excluded
             return False

@@ -155,5 +155,9 @@ def root_mean_square(values: Tensor) -> Tensor:
     if not values.numel():
         return torch.zeros((), device=values.device)
     values = values if values.dtype == torch.float64 else values.float()
-    size: Tensor = torch.linalg.vector_norm(values) / values.numel() ** 0.5
+    if values.device.type == "cpu" and values.is_contiguous():
+        norm = torch.dot(values.view(-1), values.view(-1)).sqrt_()  # several times as fast
+    else:
+        norm = torch.linalg.vector_norm(values)
+    size: Tensor = norm / values.numel() ** 0.5
     return size

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from neuromanifold.pullback import kernels
+from neuromanifold.pullback import kernels, native
 from neuromanifold.pullback.forms.base import BOUND, Accumulators, Form, root_mean_square, row_limit, tile_size
 
 
@@ -48,7 +48,7 @@ class Product(Form):
         return size
 
     def add_squares(self, to: Accumulators) -> None:
-        """(left²)ᵀ(right²) if there is one position; else sample by sample, rows by rows, each tile squared at once."""
+        """(left²)ᵀ(right²) if there is one position; else by a kernel, or by tiles, each squared at once."""
         ins = self.right.shape[-1]
         outs = self.shape.numel() // ins if ins else 0  # of all groups
         dtype, flat = to.squares.dtype, to.view(outs, ins)
@@ -57,15 +57,23 @@ class Product(Form):
             add_product_of_squares(squares, None, self.right[:, 0].to(dtype), flat)
         elif self.fits_kernel:
             self.add_squares_by_kernel(flat)
-        elif outs * ins <= row_limit(self.device) or self.left.ndim == 4:
-            for start, stop in self.pieces():
-                left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
-                tile = (left * to.factor if left.numel() <= right.numel() else left).mT @ (
-                    right if left.numel() <= right.numel() else right * to.factor
-                )
-                flat.add(tile.view(stop - start, outs, ins))
-        else:
-            self._add_squares_by_rows(flat, max(1, row_limit(self.device) // ins))
+        elif self.device.type != "cpu" or not native.add_squares_of_products(
+            self.left.to(dtype), self.right.to(dtype), flat
+        ):
+            self._add_squares_by_tiles(flat)
+
+    def _add_squares_by_tiles(self, to: Accumulators) -> None:
+        """A few samples at a time, or of a large weight a few rows of one sample."""
+        (outs, ins), dtype = to.squares.shape, to.squares.dtype
+        if outs * ins > row_limit(self.device) and self.left.ndim == 3:
+            self._add_squares_by_rows(to, max(1, row_limit(self.device) // ins))
+            return
+        for start, stop in self.pieces():
+            left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
+            tile = (left * to.factor if left.numel() <= right.numel() else left).mT @ (
+                right if left.numel() <= right.numel() else right * to.factor
+            )
+            to.add(tile.view(stop - start, outs, ins))
 
     def _add_squares_by_rows(self, to: Accumulators, rows: int) -> None:
         outs, ins = to.squares.shape
@@ -147,7 +155,11 @@ class SquaredProduct(Form):
         size = (root_mean_square(left) / scale).to(self.unit.dtype)
         first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
         self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
-        squares = (left.to(self.squares.dtype) / (scale * torch.where(self.unit == 0, 1.0, self.unit))).square_()
+        scaled = left.to(self.squares.dtype) / (scale * torch.where(self.unit == 0, 1.0, self.unit))
+        if left.ndim == 2 and not weight:
+            self.squares.addcmul_(scaled, scaled)
+            return
+        squares = scaled.square_()
         self.squares += squares if left.ndim == 2 else squares.sum(0)
         if weight:
             squares.square_()

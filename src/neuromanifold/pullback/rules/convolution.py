@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuromanifold.pullback import kernels
+from neuromanifold.pullback import kernels, native
 from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
 from neuromanifold.pullback.rules.normalisation import sum_over
 from neuromanifold.pullback.rules.registry import Call, NotApplicableError, rule
@@ -22,9 +22,10 @@ _THIN = 8  # a group with so few pairs of channels is not worth a product of mat
 class Convolution(Form):
     """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
 
-    On a CPU each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
+    One kernel does it all: on a CPU if it can be compiled, on a GPU if there is one row m for each sample.  Else, on a
+    CPU, each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
     arithmetic of an ordinary backward.  For small images, windows are written out for a few samples at a time and
-    multiplied.  On a GPU one kernel does it all, if there is one row m for each sample.
+    multiplied.
     """
 
     x: Tensor
@@ -60,13 +61,26 @@ class Convolution(Form):
         """[stop - start, *shape]."""
         if self._by_windows and start < stop:
             return self._product(start, stop).gradients(0, stop - start, dtype)
+        if self.device.type != "cpu" and self.groups > 1 and start < stop:
+            apart = self._groups_as_samples(start, stop)
+            return apart.gradients(0, apart.samples, dtype).view(stop - start, *self.shape)
         return self._weight_gradient(self.x[start:stop].to(dtype), self.g[start:stop].to(dtype), self.shape)
+
+    def _groups_as_samples(self, start: int, stop: int) -> Convolution:
+        """Each group of each sample as a sample of its own: for many groups, torch's own is slow on a GPU."""
+        x, g = (
+            torch.unflatten(t[start:stop], 2, (self.groups, -1)).movedim(2, 1).flatten(0, 1)  # [n·groups, m, c, *space]
+            for t in (self.x, self.g)
+        )
+        return replace(self, x=x, g=g, shape=torch.Size((self.shape[0] // self.groups, *self.shape[1:])), groups=1)
 
     def add_squares(self, to: Accumulators) -> None:
         """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
         size = self.shape.numel()
         if self.fits_kernel:
             self._add_squares_by_kernel(to.view(self.shape[0], self.shape[1:].numel()))
+        elif self._add_squares_natively(to):
+            return
         elif self._by_windows:
             for start, stop in self._pieces_of_windows():
                 self._product(start, stop).add_squares(to)
@@ -106,6 +120,21 @@ class Convolution(Form):
             factors=to.kernel_factors,
             tf32=kernels.tf32_convolutions(),
             deterministic=kernels.deterministic(),
+        )
+
+    def _add_squares_natively(self, to: Accumulators) -> bool:
+        """On a CPU, windows are read off the image; the rows m are one more of its dimensions.  Whether it was done."""
+        if self.device.type != "cpu":
+            return False
+        x, g = (image.transpose(1, 2).to(to.squares.dtype) for image in (self.x, self.g))  # [n, c, m, *space]
+        return native.add_squares_of_convolution(
+            *((g, x) if self.transposed else (x, g)),
+            to,
+            kernel=(1, *self.shape[2:]),
+            stride=(1, *self.stride),
+            padding=(0, *self.padding),
+            dilation=(1, *self.dilation),
+            groups=self.groups,
         )
 
     def dense(self) -> Tensor:

@@ -1,0 +1,102 @@
+"""Compiling square.c by the compiler of this machine, once: the library is kept in the user's cache.
+
+Its name holds what it was made from: the source, the flags, and all that the compiler says of itself and of this
+processor.  It is written aside and renamed, so several processes may do so at once.  If anything fails, there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from neuromanifold.estimators.kernels import wish
+
+SOURCE = Path(__file__).with_name("square.c")
+_FLAGS = ("-O3", "-shared", "-fPIC")
+_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
+_LIMIT = 60.0  # seconds
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernel, unless it is unwanted or cannot be had."""
+    return _library() if wish() == "1" else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return _load_or_build(shlex.split(os.environ.get("CC", "cc")))
+    except Exception:  # no compiler, none that knows what it needs, no place to write to
+        return None
+
+
+@functools.cache
+def parallel() -> ctypes.c_void_p | None:
+    """OpenMP's way to run a function in several threads, of the very library that torch uses: its threads are there."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None
+
+
+def _load_or_build(compiler: list[str]) -> ctypes.CDLL:
+    flags, processor = _for_this_processor(compiler)
+    made_from = (SOURCE.read_bytes(), " ".join([*compiler, *flags]).encode(), processor)
+    name = f"square-{hashlib.blake2b(b'|'.join(made_from), digest_size=12).hexdigest()}.so"
+    try:
+        kept = _cache() / name
+        if kept.exists():
+            return _load(kept)
+    except (OSError, RuntimeError, AttributeError):
+        pass  # no home, or not a library: to be made again
+    try:
+        _cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=_cache()) as folder:
+            return _build([*compiler, *flags], Path(folder) / name, _cache() / name)
+    except (OSError, RuntimeError):
+        with tempfile.TemporaryDirectory(prefix="neuromanifold-", ignore_cleanup_errors=True) as folder:
+            return _build([*compiler, *flags], Path(folder) / name, None)
+
+
+def _build(command: list[str], made: Path, kept: Path | None) -> ctypes.CDLL:
+    """Compile, and load; what works is kept."""
+    _run([*command, "-o", str(made), str(SOURCE)])
+    found = _load(made)
+    if kept is not None:
+        made.replace(kept)
+    return found
+
+
+def _for_this_processor(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
+    """Flags, and the macros that a compiler defines with them: its version, and what the processor can do."""
+    for own in _THIS_PROCESSOR:
+        try:
+            return (*_FLAGS, *own), _run([*compiler, *own, "-dM", "-E", "-x", "c", os.devnull])
+        except subprocess.CalledProcessError:
+            continue
+    raise OSError("The compiler does not work.")
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    found.add_squares.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    found.add_squares.restype = ctypes.c_int
+    return found
+
+
+def _run(command: list[str]) -> bytes:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_LIMIT)
+    return done.stdout
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "neuromanifold"
