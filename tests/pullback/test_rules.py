@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import neuromanifold as nm
 from neuromanifold.pullback import forms
 from neuromanifold.pullback.forms import Accumulators, Dense, Form, Product, Rows, SquaredProduct
 from neuromanifold.pullback.rules import Call, NotApplicableError, find_rule
@@ -392,3 +393,30 @@ def test_a_norm_that_is_something_else_is_refused(module: nn.Module) -> None:
     with pytest.raises(NotApplicableError):
         norm_like(Call(module, x, (), {}, x, frozenset({"weight"})))
     assert all(module._parameters[key] is value for key, value in before.items())
+
+
+class _Noise(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * torch.rand(())
+
+
+def test_a_weight_that_is_random_has_no_rule() -> None:
+    """What it was in the forward pass is not known later."""
+    layer = nn.Linear(3, 4)
+    nn.utils.parametrize.register_parametrization(layer, "weight", _Noise(), unsafe=True)
+    data = [torch.randn(5, 3) for _ in range(2)]
+    ways = nm.fisher_diagonal(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)), data).provenance.granularity
+    assert ways["0.parametrizations.weight.original"] == "batch"
+
+
+def test_a_weight_that_torch_keeps_has_its_gradient_afterwards() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 3))
+    x = torch.randn(5, 3)
+    expected = nm.fisher_diagonal(model, [x, x], nm.Exact())
+    with nn.utils.parametrize.cached():
+        before = model[0].weight
+        found = nm.fisher_diagonal(model, [x, x], nm.Exact())
+        assert model[0].weight is before
+        model(x).sum().backward()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(parameter.grad is not None for parameter in model.parameters())

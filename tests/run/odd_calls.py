@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.run.problem import Net, Problem
@@ -32,6 +33,14 @@ def called_in_odd_ways(labels: Tensor) -> dict[str, Problem]:
         z = x.new_zeros(len(x), 4)
         z[some] = torch.tanh(m.layer(x[some]))
         return m.head(z)
+
+    def kept_weight(m: Net, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return m.head(torch.tanh(m.layer(x) @ m.layer.weight))
+
+    def parametrized(layer: nn.Module, by: nn.Module) -> nn.Module:
+        parametrize.register_parametrization(layer, "weight", by)
+        return layer
 
     def norm_of(kind: Any) -> Net:
         return Net(lambda m, x: m.head(torch.tanh(m.layer(x))), layer=kind(nn.Linear(3, 4)), head=nn.Linear(4, 3))
@@ -103,6 +112,18 @@ def called_in_odd_ways(labels: Tensor) -> dict[str, Problem]:
             torch.randn(4, 2, 5),
             labels,
         ),
+        "weight norm of a bias": Problem(
+            norm_of(lambda layer: nn.utils.parametrizations.weight_norm(layer, name="bias", dim=0)), three(), labels
+        ),
+        "a computed weight, kept for a while": Problem(
+            Net(kept_weight, layer=nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), head=nn.Linear(3, 3)),
+            three(),
+            labels,
+            rest=("layer.parametrizations.*",),
+        ),
+        "a weight computed from half of its parameters": Problem(
+            norm_of(lambda layer: parametrized(layer, Half())), three(), labels
+        ),
         "orthogonal weights": Problem(norm_of(nn.utils.parametrizations.orthogonal), three(), labels),
         "spectral norm": Problem(norm_of(nn.utils.parametrizations.spectral_norm), three(), labels),
         "a computed weight used elsewhere": Problem(
@@ -139,6 +160,17 @@ def called_in_odd_ways(labels: Tensor) -> dict[str, Problem]:
             labels,
         ),
     }
+
+
+class Half(nn.Module):
+    """Of two originals, only the first is used."""
+
+    def forward(self, used: Tensor, unused: Tensor) -> Tensor:
+        del unused
+        return torch.sin(used)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return weight, weight[:1]
 
 
 def _no_grad(m: Net, x: Tensor) -> Tensor:

@@ -61,19 +61,20 @@ class Plan:
         """What has been decided so far."""
         given_up = {"plain": list(self.taps.plain), "by_autograd": list(self.by_autograd)}
         seen = {"excluded": list(self._excluded), "tried": list(self._tried), "orders": list(self._orders.items())}
-        return given_up | seen
+        return given_up | seen | {"late": list(self.watch.late())}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.taps.plain, self.by_autograd = set(state["plain"]), set(state["by_autograd"])
         self._excluded, self._tried = (set(_tuples(state[name])) for name in ("excluded", "tried"))
         self._orders = dict(_tuples(state["orders"]))
+        self.watch.set_late(set(_tuples(state["late"])))
 
     def release(self) -> None:
         """Let go of the last graph: records and its nodes hold each other."""
         for record in self.records:
             record.node, record.meetings = None, []
-        self.taps.records, self.direct, self.watch.here = [], {}, set()
+        self.taps.records, self.direct, self.watch.here = [], {}, {}
 
     def settled(self, logits: Tensor, backward: Backward) -> bool:
         """Look at a new graph; False if rules took a parameter that they cannot do: then forward has to be repeated."""
@@ -188,7 +189,7 @@ class Plan:
         if self._graph is not None and not (pending and self.watch.calls_for_a_trial(pending)):
             self._watch_what_is_quiet()
             return True
-        trial, looks, came_late = Trial(logits), _Looks(self), self.watch.seen()
+        trial, looks = Trial(logits), _Looks(self)
         for cotangent in trial.cotangents():
             found = backward(logits, cotangent, looks.at_tap)
             for k, (what, meeting) in enumerate(self.edges()):
@@ -196,23 +197,13 @@ class Plan:
                 if g is not None:
                     looks.at_edge(what, meeting, g)
         right = self._decide(looks, trial)
-        if came_late and not right:
-            text = "Batches differ in a way that rules cannot follow: gradients that were zero at first came to rows "
-            raise RuntimeError(text + "that are not the samples. Use granularity='batch'.")
         self._watch_what_is_quiet()
         return right
 
     def _watch_what_is_quiet(self) -> None:
-        """Note by which records and meetings of this graph the uses are to be recognised."""
-        self.watch.here = set()
-        if self.watch.quiet:
-            self.watch.here |= {record for record in self.records if self.kind_of(record) in self.watch.quiet}
-            self.watch.here |= {
-                meeting
-                for i, found in self.direct.items()
-                for meeting in found
-                if self.kind_of(i, meeting) in self.watch.quiet
-            }
+        """Note by which records of this graph the uses are to be recognised."""
+        found = ((record, self.kind_of(record)) for record in self.records) if self.watch.quiet else ()
+        self.watch.here = {record: use for record, use in found if use in self.watch.quiet}
 
     def _kinds_of_uses(self) -> set[object]:
         """What has to be tried out once, and with more than one sample: every use, in each of its layouts."""
@@ -235,17 +226,25 @@ class Plan:
         wrong: dict[int, set[Order | None]] = {}
         ordered: set[int] = set()
         tried: set[object] = set()
+        zero: set[object] = set()
+        bad: set[object] = set()
         excluded: set[tuple[tuple[int, int], int]] = set()
         for look in looks.all():
             right, seen = trial.judge(*look.sketches) if len(look.sketches) == 2 else (look.possible, False)
             tried |= {look.use} if seen else set()
+            zero |= {look.use} if not (seen or look.order) and self.samples > 1 else set()
+            bad |= set() if right or look.order else {look.use}
             ordered |= set(look.parameters) if look.order else set()
             for i in look.parameters:
                 wrong.setdefault(i, set())
                 if not (right and look.possible):
                     wrong[i].add(look.order)
                     excluded |= {look.excludes} if look.excludes and look.possible else set()
-        self.watch.begin(self._kinds_of_uses() - tried - self._tried)
+        if bad & self.watch.late():
+            text = "Batches differ in a way that rules cannot follow: gradients that were zero at first came to rows "
+            text += "that are not the samples. Begin with a batch in which they are not zero, or, with random probes, "
+            raise RuntimeError(text + "use granularity='batch'.")
+        self.watch.tried(tried, zero - self._tried)
         if excluded:  # the samples are another dimension, or none, although there are as many rows
             self._excluded |= excluded
             return False

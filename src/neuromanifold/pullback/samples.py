@@ -234,7 +234,6 @@ class SamplePullback:
                 one = meeting.gradients(g)
                 partial[what] = partial[what] + one if what in partial else one
             else:
-                self.plan.watch.take(meeting, g)
                 self._take(what, self.plan.form(what, meeting, g), None)
         for record, g in partial.items():
             self._take_call(record, g)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.utils import parametrize
 
 from neuromanifold.pullback.rules import Place, Rule, find_any_rule, places
 
@@ -139,6 +140,8 @@ class Taps:
             return
         for name, number in site.parameters.items():
             held, key = site.places[name]
+            if held is not site.module._parameters and parametrize._cache_enabled:
+                continue  # torch keeps the weight for others, who may want its gradient
             if number not in self.plain and held.get(key) is site.originals[name]:
                 held[key] = site.detached[name]
 

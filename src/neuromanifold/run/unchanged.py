@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 
 @contextmanager
@@ -33,6 +34,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             torch.enable_grad(),
             # cuDNN cannot go backward through a recurrent layer in eval mode; without dropout both modes are the same.
             _cudnn(torch.backends.cudnn.enabled and len(plain) == len(recurrent)),
+            _no_kept_weights(),
         ):
             yield
     finally:
@@ -52,6 +54,17 @@ def _cudnn(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def _no_kept_weights() -> Iterator[None]:
+    """Inside of the user's `parametrize.cached()`, weights that are computed have graphs which are not ours to use."""
+    before = parametrize._cache, parametrize._cache_enabled
+    parametrize._cache, parametrize._cache_enabled = {}, 0
+    try:
+        yield
+    finally:
+        parametrize._cache, parametrize._cache_enabled = before
 
 
 def _on_gpu(module: nn.Module) -> bool:

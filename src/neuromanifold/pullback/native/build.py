@@ -33,7 +33,7 @@ def library() -> ctypes.CDLL | None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return _load_or_build(shlex.split(os.environ.get("CC", "cc")))
+        return _load_or_build(shlex.split(os.environ.get("CC") or "cc"))
     except Exception:  # no compiler, none that knows what it needs, no place to write to
         return None
 

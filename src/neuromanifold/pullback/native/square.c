@@ -56,7 +56,7 @@ multiply(size count, const float *left, const float *right, float *part, float *
 {
     vector sum[ROWS][2];
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < 2; v++) sum[r][v] = first ? (vector){0} : *(vector *)(part + r * WIDTH + v * LANES);
+        for (int v = 0; v < 2; v++) sum[r][v] = (vector){0}; /* of this chunk: long sums in one go lose accuracy */
     for (size t = 0; t < count; t++, left += ROWS, right += WIDTH) {
         vector low = *(const vector *)right, high = *(const vector *)(right + LANES);
         for (int r = 0; r < ROWS; r++) {
@@ -67,6 +67,7 @@ multiply(size count, const float *left, const float *right, float *part, float *
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < 2; v++) {
             size at = r * WIDTH + v * LANES;
+            if (!first) sum[r][v] += *(vector *)(part + at);
             if (!last) {
                 *(vector *)(part + at) = sum[r][v];
                 continue;

@@ -19,6 +19,8 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from neuromanifold.pullback.forms import Form, root_mean_square
 from neuromanifold.pullback.rules.registry import Call, NotApplicableError, Rule, find_rule
 
+_TIMES = 4  # a weight is computed to see whether it is always the same
+
 
 class Place(NamedTuple):
     """Where a parameter is held, so that another tensor can be put there for a while."""
@@ -98,24 +100,39 @@ def _parametrizations(module: nn.Module) -> dict[str, ParametrizationList]:
     return dict(module.parametrizations.items())  # type: ignore[union-attr, operator]
 
 
+@torch.no_grad()
 def _changes(part: ParametrizationList) -> bool:
-    """In training, spectral normalisation goes on with its iteration whenever the weight is asked for."""
-    return part.training and any(True for _ in part.buffers())
+    """Whether the weight is another one each time: random, or of an iteration that goes on, as spectral norm's."""
+    if part.training and any(True for _ in part.buffers()):
+        return True
+    first, *others = (functional_call(part, _values(part, None), ()) for _ in range(_TIMES))
+    return not all(torch.equal(first, other) for other in others)
 
 
-def _back(parts: ParametrizationList, key: str, g: Tensor) -> Tensor:
-    """(∂f/∂θ)ᵀ g for g [n, *weight], θ the parameter of this name."""
-    values = {
-        name: value.detach().to(g.dtype if value.is_floating_point() else value.dtype, copy=True)
-        for name, value in (*parts.named_parameters(), *parts.named_buffers())
+def _values(part: ParametrizationList, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies of parameters and buffers, in another precision if one is given."""
+    everything = (*part.named_parameters(), *part.named_buffers())
+    return {
+        name: value.detach().to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
+        for name, value in everything
     }
-    if len(parts) == 1 and type(parts[0]) is parametrizations._WeightNorm:
-        return _through_weight_norm(int(parts[0].dim), key, values, g)
+
+
+def _back(part: ParametrizationList, key: str, g: Tensor) -> Tensor:
+    """(∂f/∂θ)ᵀ g for g [n, *weight], θ the parameter of this name."""
+    if len(part) == 1 and type(part[0]) is parametrizations._WeightNorm and g.ndim > 2:
+        return _through_weight_norm(int(part[0].dim), key, _values(part, g.dtype), g)
+    values = _values(part, None)
     with torch.enable_grad():
         theta = values[key].requires_grad_()
-        weight = functional_call(parts, values, ())
-    one_by_one = [torch.autograd.grad(weight, theta, one, retain_graph=True)[0] for one in g]
-    return torch.stack(one_by_one) if one_by_one else g.new_zeros(0, *theta.shape)
+        weight = functional_call(part, values, ())
+    found = g.new_zeros(len(g), *theta.shape)
+    if weight.requires_grad:
+        for to, one in zip(found, g, strict=True):
+            (own,) = torch.autograd.grad(weight, theta, one.to(weight.dtype), retain_graph=True, allow_unused=True)
+            if own is not None:
+                to.copy_(own)
+    return found
 
 
 def _through_weight_norm(dim: int, key: str, values: dict[str, Tensor], g: Tensor) -> Tensor:
