@@ -371,11 +371,11 @@ def test_bad_options_are_one_clear_line(
     assert not list(tmp_path.glob("out/*/*"))
 
 
-def test_a_folder_in_which_nothing_was_done_takes_other_settings(tmp_path: Path) -> None:
+def test_a_run_that_could_not_begin_leaves_nothing_behind(tmp_path: Path) -> None:
     common = ["reproduce", "sst2", "-m", tmp_path / "missing", "-o", tmp_path / "out"]
     assert "a folder that exists" in bad(*common, "--batches", 3)
-    assert "a folder that exists" in bad(*common, "--batches", 4)
-    assert json.loads((tmp_path / "out" / "settings.json").read_text())["settings"]["batches"] == 4
+    assert "a folder that exists" in bad(*common, "--batches", 4)  # other settings
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_little_room_is_said_before_the_run(

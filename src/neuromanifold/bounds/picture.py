@@ -42,4 +42,5 @@ def draw_rows(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.set_yticks(range(len(rows)), [f"{row.statement.strip()}: {row.quantity}" for row in rows], fontsize=8)
+    axes.set_xlabel("lower bound to upper bound; dot: actual value", fontsize=8)
     axes.invert_yaxis()

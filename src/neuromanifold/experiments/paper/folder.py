@@ -48,35 +48,29 @@ class Folder:
     """Where everything is kept."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        """Make the folder, or check that it was begun with the same settings."""
+        """Check that it was begun with the same settings; it is made with the first task."""
         if path.exists() and not path.is_dir():
             raise ValueError(message("out", "a folder", f"the file {path}"))
-        self.path, self._settings = path, path / "settings.json"
+        self.path, self._settings, self._asked = path, path / "settings.json", asdict(settings)
         if self._settings.exists():
             head = load_json(self._settings)
             if head.get("kind") != "reproduce":
                 raise ValueError(message("out", "a folder of an earlier run", f"{path} with another settings.json"))
             before = head["settings"]
             if head["tasks"] and isinstance(before, dict):  # else nothing has been done in it
-                _must_agree(asdict(settings), before, self.path, "")
-                return
+                _must_agree(self._asked, before, self.path, "")
         elif path.is_dir() and any(path.iterdir()):
             got = f"{path} with {', '.join(sorted(entry.name for entry in path.iterdir())[:4])}"
             raise ValueError(message("out", "an empty folder, or one of an earlier run", got, "Give another."))
-        path.mkdir(parents=True, exist_ok=True)
-        self._write(asdict(settings), {})
 
     def claim(self, task: str, identity: dict[str, Any]) -> None:
         """Enter a task, or check that model and data are those it was begun with."""
-        head = load_json(self._settings)
-        settings, tasks = head["settings"], head["tasks"]
-        assert isinstance(settings, dict)
-        assert isinstance(tasks, dict)
+        tasks = self._tasks()
         if task in tasks:
             self.check(task, identity)
             return
-        (self.path / task).mkdir(exist_ok=True)
-        self._write(settings, {**tasks, task: identity})
+        (self.path / task).mkdir(parents=True, exist_ok=True)
+        self._write({**tasks, task: identity})
 
     def check(self, task: str, identity: dict[str, Any]) -> None:
         """That these are as they were, if the task has been begun."""
@@ -86,9 +80,12 @@ class Folder:
 
     def task(self, name: str) -> dict[str, Any] | None:
         """What is known of a task; None if it has not been begun."""
-        found = load_json(self._settings)["tasks"]
+        return self._tasks().get(name)
+
+    def _tasks(self) -> dict[str, Any]:
+        found = load_json(self._settings)["tasks"] if self._settings.exists() else {}
         assert isinstance(found, dict)
-        return found.get(name)
+        return found
 
     def file(self, task: str, name: str) -> Path:
         """A file of a task."""
@@ -107,9 +104,9 @@ class Folder:
         save_json(self.file(task, f"{key}.json"), kind, json.loads(json.dumps(_finite(values))))
         return values
 
-    def _write(self, settings: dict[str, Any], tasks: dict[str, Any]) -> None:
+    def _write(self, tasks: dict[str, Any]) -> None:
         values: dict[str, object] = {
-            "settings": settings,
+            "settings": self._asked,
             "tasks": tasks,
             "versions": versions(),
             "precision": _precision(),
