@@ -12,7 +12,7 @@ from models import Task
 
 import neuromanifold as nm
 
-TASKS = {"ResNet-50": ("fp32", "bf16"), "DistilBERT-14": ("fp32", "bf16")}  # in which precisions
+TASKS = dict.fromkeys(("ResNet-50", "DistilBERT-14"), ("fp32", "tf32", "bf16"))  # in which precisions
 GOAL = 50.0
 SAMPLES, LOOP_SAMPLES, LOOP_CLASSES = 8192, 2, 5
 

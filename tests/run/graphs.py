@@ -76,9 +76,9 @@ class Recorder:
             yield noted
 
     @contextmanager
-    def pretended(self) -> Iterator[None]:
+    def told(self, recorded: bool) -> Iterator[None]:
         """As on a GPU."""
-        with replay.Recorder.pretended(self):  # type: ignore[arg-type]
+        with replay.Recorder.told(self, recorded):  # type: ignore[arg-type]
             yield
 
     def recover(self) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from neuromanifold.pullback import watch as watch_module
 from neuromanifold.pullback.sums import DiagonalSums
 from neuromanifold.run import loop
 from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.replay import Replay, _Recording
 from neuromanifold.run.step import Settings, Step
-from tests.run.graphs import Recorded, Recorder
+from tests.run.graphs import Graph, Recorded, Recorder
 from tests.run.test_contract import X, Y
 from tests.run.test_contract import network as contract_network
 from tests.run.test_samplewise import assert_same
@@ -233,28 +234,106 @@ def test_replay_is_a_yes_or_a_no() -> None:
 
 
 class Asks(nn.Module):
-    """Asks whether it is being recorded, forward and backward."""
+    """Asks whether it is being recorded, forward and backward; looks at its inputs if it is not and if it should."""
 
-    def __init__(self) -> None:
+    def __init__(self, looks: bool = False) -> None:
         super().__init__()
-        self.layers, self.answers = network(), (set[bool](), set[bool]())
+        self.layers, self.looks = network(), looks
+        self.answers: tuple[list[bool], list[bool]] = ([], [])
 
     def forward(self, x: Tensor) -> Tensor:
-        self.answers[0].add(torch.cuda.is_current_stream_capturing())
+        self.answers[0].append(torch.cuda.is_current_stream_capturing())
+        if self.looks and not self.answers[0][-1] and not bool(x.isfinite().all()):
+            raise ValueError
         x = self.layers(x)
         if x.requires_grad:
-            x.register_hook(lambda _: self.answers[1].add(torch.cuda.is_current_stream_capturing()))
+            x.register_hook(lambda _: self.answers[1].append(torch.cuda.is_current_stream_capturing()))
         return x
 
 
-def test_a_model_believes_that_it_is_recorded_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of `transformers` do other operations then; kernels must make their tables in the first batch."""
+def replayed_asks(model: Asks, data: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> nm.DiagonalFisher:
     monkeypatch.setattr(loop, "Replay", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # also where there is no CUDA
-    model, data = Asks(), list(inputs(9, 4, 3, 6))
-    nm.fisher_diagonal(model, data, nm.Hutchinson(), lambda z: nm.Categorical(z, validate=False), replay=True)
+    return nm.fisher_diagonal(model, data, nm.Hutchinson(), unchecked, replay=True)
+
+
+def test_a_model_hears_that_it_is_not_recorded_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of `transformers` that hear something else mask where nothing is hidden."""
+    model = Asks()
+    monkeypatch.setattr(Graph, "__enter__", hears_the_truth(Graph.__enter__))
+    replayed_asks(model, list(inputs(9, 4, 3, 6)), monkeypatch)
     assert Recorded.last.replayed >= 3
-    assert model.answers == ({True}, {False})
-    plain = Asks()
-    nm.fisher_diagonal(plain, data, nm.Hutchinson())
-    assert plain.answers == ({False}, {False})
+    assert set(model.answers[0]) == {False}
+
+
+def hears_the_truth(enter: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
+    """As on a GPU: whoever asks during a recording is told so."""
+
+    def entered(graph: Graph) -> Graph:
+        torch.cuda.is_current_stream_capturing = lambda: True
+        return enter(graph)
+
+    return entered
+
+
+def test_a_model_that_looks_at_values_is_told_that_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the model, and not what comes after it: kernels must make their tables in the first batch."""
+    model, data = Asks(looks=True), list(inputs(12, 4, 3, 6))
+    found = replayed_asks(model, data, monkeypatch)
+    assert Recorded.last.replayed >= 3
+    answers = model.answers[0]
+    assert answers == sorted(answers)  # first no, then yes
+    assert set(answers) == {False, True}
+    assert set(model.answers[1]) == {False}
+    assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(), unchecked))
+
+
+def test_recordings_of_a_model_that_was_not_told_are_not_used_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kind of batches makes it look at values."""
+
+    class Sometimes(Asks):
+        def forward(self, x: Tensor) -> Tensor:
+            self.looks = len(x) == 2
+            return super().forward(x)
+
+    one, other = list(inputs(5, 4, 3, 6)), list(inputs(5, 2, 3, 6))
+    data = [*one, *other, *one, *other]
+    found = replayed_asks(Sometimes(), data, monkeypatch)
+    assert Recorded.last.replayed >= 8
+    assert len(Recorded.last._recordings) >= 2
+    assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(), unchecked))
+
+
+class Gated(nn.Module):
+    """A layer that has a gradient only where the first entry of x is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.layer(x)) * (x[:, :1] > 2))
+        return out
+
+
+def gated_data(open_from: int) -> list[Tensor]:
+    data = list(inputs(20, 4, 6).clamp(max=1))
+    for x in data[open_from:]:
+        x[::2, 0] = 3
+    return data
+
+
+@pytest.mark.parametrize("open_from", [3, 12, 18, 20], ids=["early", "late", "at the end", "never"])
+def test_gradients_that_come_late_are_tried_out(open_from: int, both: Callable[..., Runs]) -> None:
+    """Until then nothing is read back while batches are recorded; then a batch is done as always."""
+    expected, found = both(Gated(), gated_data(open_from))  # a warning would be an error
+    assert Recorded.last.replayed >= 8
+    assert_equal(found, expected)
+
+
+def test_a_recording_does_not_look_for_late_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where that is done after 1, 2, 4, 8, ... batches, and ends a recording."""
+    monkeypatch.setattr(watch_module, "_TRIALS", 0)
+    monkeypatch.setattr(loop, "Replay", Recorded)
+    nm.fisher_diagonal(Gated(), gated_data(20), nm.Hutchinson(), unchecked, replay=True)
+    assert Recorded.last.replayed >= 12

@@ -12,7 +12,7 @@ def torch_blocks(labels: Tensor) -> dict[str, Problem]:
     """Attention, transformers and recurrent nets of torch's own."""
 
     def cell(m: Net, x: Tensor) -> Tensor:
-        h = torch.zeros(len(x), 3, dtype=x.dtype)
+        h = x.new_zeros(len(x), 3)
         for t in range(x.shape[1]):
             h = m.cell(x[:, t], h)
         return m.head(m.point(h))

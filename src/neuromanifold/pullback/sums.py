@@ -193,10 +193,13 @@ class DiagonalSums:
         self._sizes = {}
 
     def _raise_unit(self, i: int, unit: float) -> None:
-        """Take a larger unit if gradients have grown much, so that fourth powers do not overflow."""
+        """Take a larger unit if gradients have grown much, so that fourth powers do not overflow.
+
+        What was recorded before there was one has been taken in units of 1.
+        """
         old = self._units[i]
         if unit > 16 * old:
-            self._fourth_powers(i).mul_((old / unit) ** 4)
+            self._fourth_powers(i).mul_(min(((old or 1.0) / unit) ** 4, 2.0**120))  # finite, for there may be zeros
             self._units[i] = unit
             self._changes += 1
 

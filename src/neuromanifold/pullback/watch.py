@@ -25,6 +25,7 @@ class Watch:
         self._flags: dict[object, Tensor] = {}  # by use; kept for a whole run, since recorded work goes on writing
         self._late: set[object] = set()  # those of which it is known already
         self._trials = self._asked = 0  # so far; since the last one
+        self.may_wait = True  # for a device, now and then
 
     def tried(self, seen: set[object], zero: set[object]) -> None:
         """What a trial has seen, and where there was nothing to be seen."""
@@ -38,6 +39,8 @@ class Watch:
         """Whether one is not quiet, or no longer: on a GPU, looked up after 1, 2, 4, 8, 16, 32, 48, ... batches."""
         if not uses <= self.quiet or uses & self._late:
             return True
+        if not self.may_wait:
+            return False
         self._asked += 1
         due = self._asked & (self._asked - 1) == 0 or self._asked % _EVERY == 0
         if all(flag.device.type == "cpu" for flag in self._flags.values()):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from neuromanifold.pullback.sums import DiagonalSums, GradientSums
+from neuromanifold.pullback.watch import Watch
 from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.step import Step
 from neuromanifold.run.validation import Found
@@ -78,10 +79,10 @@ class Recorder:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     @contextmanager
-    def pretended(self) -> Iterator[None]:
-        """For models that leave out what cannot be recorded while they are (transformers: looking at masks)."""
+    def told(self, recorded: bool) -> Iterator[None]:
+        """What a model hears that asks whether it is recorded: if it is, it may leave something out, or do more."""
         before = torch.cuda.is_current_stream_capturing
-        torch.cuda.is_current_stream_capturing = lambda: True
+        torch.cuda.is_current_stream_capturing = lambda: recorded
         try:
             yield
         finally:
@@ -118,7 +119,8 @@ class Replay:
         self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: not replayed (any more)
         if possible and not _plain(step.model):
             self._give_up("modules have hooks, which a replay would not call")
-        step.around_model = self._pretended
+        step.around_model = self._around_model
+        self._told = False
         self._times: dict[object, int] = {}
         self._recordings: dict[object, _Recording] = {}
         self.replayed = 0
@@ -136,6 +138,9 @@ class Replay:
             self._times[key] = self._times.get(key, 0) + 1
             rehearses = self._times[key] == _BEFORE
             return self._rehearse(batch, number, self._sums) if rehearses else self._step(batch, number)
+        watch = self._step.squares.watch
+        if watch is not None and watch.quiet and watch.calls_for_a_trial(watch.quiet):
+            return self._step(batch, number)
         return self._replay(recording, batch, number, self._sums)
 
     def finish(self) -> None:
@@ -150,23 +155,30 @@ class Replay:
         return self._recorder
 
     @contextmanager
-    def _pretended(self) -> Iterator[None]:
-        """The model believes that it is recorded from the first batch on: it may do other operations then."""
-        with self._tape.pretended() if self._sums is not None else nullcontext():
+    def _around_model(self) -> Iterator[None]:
+        """The model hears the same in all batches, recorded or not, so that it does the same operations."""
+        with self._tape.told(self._told) if self._sums is not None else nullcontext():
             yield
+
+    @contextmanager
+    def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Found]]:
+        """What is looked at now and then is not looked at inside; whether outputs are good, later."""
+        watch = self._step.squares.watch or Watch()
+        sums.recording, watch.may_wait = True, False
+        try:
+            with self._step.validation.postponed() as found:
+                yield found
+        finally:
+            sums.recording, watch.may_wait = False, True
 
     def _rehearse(self, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
         """As always, but for what is read back between passes; a model that waits for the device is not recorded."""
-        sums.recording = True
-        try:
-            with self._tape.rehearsal() as noted, self._step.validation.postponed() as found:
-                outputs = self._step(batch, number)
-        finally:
-            sums.recording = False
+        with self._nothing_read_back(sums) as found, self._tape.rehearsal() as noted:
+            outputs = self._step(batch, number)
         if found:
             self._step.validation.look_later(found[0], number)
         if noted:
-            self._give_up(f"the device is waited for: {noted[0]}")
+            self._impossible(f"the device is waited for: {noted[0]}")
         return outputs
 
     def _record(self, key: object, batch: Batch, number: int, sums: DiagonalSums) -> None:
@@ -178,19 +190,17 @@ class Replay:
         if not self._recordings:
             torch.cuda.empty_cache()  # recordings have memory of their own; what batches have used so far is given back
         own = Batch(*(_copied(part) for part in batch))
-        sums.recording = True
         try:
-            with recorder.recording() as forward:
+            with self._nothing_read_back(sums), recorder.recording() as forward:
                 outputs = step.forward(own, number)
-            with recorder.recording() as backward, step.validation.postponed() as found:
+            with self._nothing_read_back(sums) as found, recorder.recording() as backward:
                 step.backward(outputs, number)
         except Exception as error:  # an operation that waits for the device, or that cannot be recorded
-            self._give_up(f"{type(error).__name__}: {error}")
             sums.forget()
             recorder.recover()
+            self._impossible(f"{type(error).__name__}: {error}")
             return
         finally:
-            sums.recording = False
             passes, step.squares.passes = step.squares.passes - passes, passes
             counted = sums.tally()
             sums.set_tally(tally)
@@ -227,6 +237,20 @@ class Replay:
         own, found = self._step.outputs(recording.batch).logits, recording.outputs.logits
         error, size = (float(torch.linalg.vector_norm(t.float())) for t in (own - found, own))
         return error <= 4 * torch.finfo(own.dtype).eps * size or math.isnan(error)  # NaN is found elsewhere
+
+    def _impossible(self, reason: str) -> None:
+        """Begin again with a model that is told that it is recorded; if it has been told, give up.
+
+        transformers, if not told, look at masks, which waits for the device; if told, they mask even where nothing is
+        hidden, and attention with a mask takes longer.
+        """
+        if self._told:
+            return self._give_up(reason)
+        self.finish()
+        self._recordings.clear()
+        self._times.clear()
+        self._told = True
+        return None
 
     def _give_up(self, reason: str) -> None:
         self._sums = None

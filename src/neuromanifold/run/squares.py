@@ -16,6 +16,7 @@ from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.pullback.batch import BatchPullback, involves_half, largest_scale
 from neuromanifold.pullback.samples import SamplePullback
 from neuromanifold.pullback.sums import GradientSums, Pass
+from neuromanifold.pullback.watch import Watch
 from neuromanifold.run.batches import Outputs, model_device
 from neuromanifold.run.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.run.granularity import Granularity, SlowPathWarning, callers_level
@@ -28,6 +29,9 @@ class Squares(ABC):
 
     passes = 0
     """Backward passes so far."""
+
+    watch: Watch | None = None
+    """For gradients where a trial has seen none."""
 
     @abstractmethod
     def attached(self) -> AbstractContextManager[None]:
@@ -122,6 +126,7 @@ class SampleSquares(Squares):
         self.sums, self.names = sums, list(parameters)
         self._half = involves_half(model.parameters(), model_device(model))
         self._pullback = SamplePullback(model, list(parameters.values()), batch_dim)
+        self.watch = self._pullback.plan.watch
         self._positions_apart = isinstance(estimator, Exact)
         self._independent = estimator.independent_passes
         self._mixes = estimator.centred and granularity == "auto"
