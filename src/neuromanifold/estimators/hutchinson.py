@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.core.ties import is_differentiated
-from neuromanifold.estimators import kernels
+from neuromanifold.estimators import kernels, native
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.orthogonal import (
     orthonormal_noise,
@@ -190,7 +191,23 @@ class Hutchinson(Estimator):
             yield mix(h) * math.sqrt(noise_dim / m)
 
     def _deflated(self, core: Core) -> Mixer:
-        """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
+        """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂; with one eigenvector, on a CPU, by a kernel but for ties."""
+        if self.deflate > 1 or type(core) is not Categorical or is_differentiated(core.given):
+            return self._deflated_by_torch(core)
+
+        by_torch = functools.cache(lambda: self._deflated_by_torch(core).mix)
+
+        def mix(xi: Tensor) -> Tensor:
+            found = native.deflated_probe(core.probs, xi)
+            if found is None:
+                return by_torch()(xi)
+            return (
+                found.cotangent if found.tied is None else found.cotangent.where(~found.tied[..., None], by_torch()(xi))
+            )
+
+        return Mixer(1 + core.dim, mix)
+
+    def _deflated_by_torch(self, core: Core) -> Mixer:
         values, vectors = core.spectrum(min(self.deflate, core.rank))  # [..., k], [..., k, C]
         roots, k = square_root(values), values.shape[-1]
 

@@ -1,8 +1,9 @@
 """A kernel for a CPU, in C, compiled when it is first needed; where it cannot be, torch's operations do the same.
 
 square.c  Σ_n (Σ_t left ⊗ right)², for linear layers and convolutions
-build     compiling, keeping and loading it
 square    handing tensors to it
+
+Compiling and loading is done by `neuromanifold.estimators.native.build`.
 """
 
 from __future__ import annotations
