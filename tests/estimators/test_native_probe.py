@@ -12,7 +12,7 @@ import neuromanifold as nm
 from neuromanifold.estimators import native
 from neuromanifold.estimators.native import build, probe
 
-INF = math.inf
+INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 ROWS = {
     "peaked": [4.0, 1.0, 0.5, -1.0, -2.0],
@@ -80,29 +80,47 @@ def test_special_distributions(name, noise, monkeypatch):
 
 
 def test_only_tied_distributions_are_left_to_torch(monkeypatch):
-    rows = [[2.0, -1.0, 2.0, 0.0], [2.0, -1.0, 1.0, 0.0], [0.0] * 4, [3.0, 1.0, 1.0, 1.0]]
-    p = torch.tensor(rows).softmax(-1)
-    found = native.deflated_probe(p, torch.ones(4, 5))
-    assert found is not None
-    assert found.tied is not None
-    assert found.tied.tolist() == [True, False, True, False]
-    assert close(drawn(torch.tensor(rows)), by_torch(torch.tensor(rows), monkeypatch).double(), 3e-6)
+    rows = torch.tensor([[2.0, -1.0, 2.0, 0.0], [2.0, -1.0, 1.0, 0.0], [0.0] * 4, [3.0, 1.0, 1.0, 1.0]])
+    _, left_out, bad = native.deflated_probe(rows, torch.ones(4, 5))
+    assert left_out is not None
+    assert (left_out.tolist(), bad) == ([True, False, True, False], 0)
+    assert close(drawn(rows), by_torch(rows, monkeypatch).double(), 3e-6)
+
+
+@pytest.mark.parametrize("row", [[NAN, 1.0, 2.0], [1.0, INF, 2.0], [-INF, -INF, -INF], [1.0, 2.0, NAN]], ids=str)
+def test_it_finds_what_is_wrong_with_logits(row):
+    good = torch.tensor([[1.0, 2.0, 3.0], [1.0, -INF, 2.0]])
+    logits, generator = torch.cat([good, torch.tensor([row])]), torch.Generator()
+    estimator = nm.Hutchinson(deflate=1)
+    with pytest.raises(ValueError, match=r"at index \[2\]"):
+        list(estimator.cotangents(nm.Categorical.unsearched(logits), None, generator))
+    (found,) = estimator.cotangents(nm.Categorical(logits, validate=False), None, generator)  # not wanted
+    assert found[:2].isfinite().all()
+    assert not found[2].isfinite().any()
 
 
 def test_it_is_what_a_probe_comes_from(monkeypatch):
-    """And it is not called where torch has to record or to transform what is done."""
+    """And it is not called where torch has to record or to transform what is done, or where kernels are unwanted."""
     calls = []
     run = native.deflated_probe
     monkeypatch.setattr(native, "deflated_probe", lambda *given: calls.append(run(*given)) or calls[-1])
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     drawn(logits)
-    assert [call is not None for call in calls] == [True]
-    drawn(logits.requires_grad_())
     assert len(calls) == 1
-    noise = torch.ones(4, 7)
-    inside = torch.func.vmap(lambda p, xi: torch.ones(()) * (run(p, xi) is None))
-    assert inside(logits.detach().softmax(-1), noise).all()
-    assert run(logits.detach().softmax(-1), noise.double()) is None
+    by_torch(logits, monkeypatch)
+    drawn(logits.clone().requires_grad_())
+    drawn(logits.bfloat16())
+    assert len(calls) == 1
+    assert torch.func.vmap(lambda z: torch.ones(()) * (not native.usable(z)))(logits).all()
+
+
+@pytest.mark.parametrize("wish", ["0", "1"])
+def test_a_run_says_what_is_wrong_with_logits(wish, monkeypatch):
+    monkeypatch.setenv("NEUROMANIFOLD_KERNELS", wish)
+    good = torch.zeros(2, 3)
+    bad = torch.tensor([[1.0, 2.0, 3.0], [NAN, 0.0, 0.0]])
+    with pytest.raises(ValueError, match=r"Batch 1 of `data`: .*NaN at index \[1\]"):
+        nm.fisher_diagonal(torch.nn.Linear(3, 4), [good, bad], nm.Hutchinson(deflate=1))
 
 
 def test_probes_do_not_depend_on_the_number_of_threads(monkeypatch):

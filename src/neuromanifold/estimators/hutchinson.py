@@ -18,9 +18,11 @@ from neuromanifold.core.ties import is_differentiated
 from neuromanifold.estimators import kernels, native
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.orthogonal import (
+    as_signs,
     orthonormal_noise,
     own_columns,
     own_passes,
+    random_bits,
     random_signs,
     remainder,
 )
@@ -99,9 +101,21 @@ class Hutchinson(Estimator):
             for cotangent in self._orthogonal(core, generator):
                 yield cotangent * random_signs(core, 1, generator)
             return
+        plain = self.deflate == 1 and type(core) is Categorical and not is_differentiated(core.given)
+        if plain and isinstance(core, Categorical) and native.usable(core.given):
+            yield from self._natively(core, generator)
+            return
+        if isinstance(core, Categorical):
+            core.search()
         noise_dim, mix = self._deflated(core) if self.deflate else self.core.mixer(core)
         for _ in range(self.probes):
-            yield mix(self._noise(core, noise_dim, generator)) / math.sqrt(self.probes)
+            cotangent = mix(self._noise(core, noise_dim, generator))
+            yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
+
+    @property
+    def searches(self) -> bool:
+        """Where the kernel for a CPU does it on the way."""
+        return self.deflate == 1 and not self._together and type(self).cotangents is Hutchinson.cotangents
 
     def fuses(self, core: Core) -> bool:
         """On a GPU, for classes: independent probes with random signs, with one eigenvector deflated, or of a few."""
@@ -191,23 +205,7 @@ class Hutchinson(Estimator):
             yield mix(h) * math.sqrt(noise_dim / m)
 
     def _deflated(self, core: Core) -> Mixer:
-        """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂; with one eigenvector, on a CPU, by a kernel but for ties."""
-        if self.deflate > 1 or type(core) is not Categorical or is_differentiated(core.given):
-            return self._deflated_by_torch(core)
-
-        by_torch = functools.cache(lambda: self._deflated_by_torch(core).mix)
-
-        def mix(xi: Tensor) -> Tensor:
-            found = native.deflated_probe(core.probs, xi)
-            if found is None:
-                return by_torch()(xi)
-            return (
-                found.cotangent if found.tied is None else found.cotangent.where(~found.tied[..., None], by_torch()(xi))
-            )
-
-        return Mixer(1 + core.dim, mix)
-
-    def _deflated_by_torch(self, core: Core) -> Mixer:
+        """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
         values, vectors = core.spectrum(min(self.deflate, core.rank))  # [..., k], [..., k, C]
         roots, k = square_root(values), values.shape[-1]
 
@@ -217,6 +215,20 @@ class Hutchinson(Estimator):
             return rest + (along[..., None] * vectors).sum(-2)
 
         return Mixer(k + core.dim, mix)
+
+    def _natively(self, core: Categorical, generator: torch.Generator) -> Iterator[Tensor]:
+        """With one eigenvector, by a kernel on a CPU, but where classes are tied."""
+        by_torch = functools.cache(lambda: self._deflated(core).mix)
+        for _ in range(self.probes):
+            signs = self.noise == "rademacher"
+            noise = random_bits(core, 1 + core.dim, generator) if signs else self._noise(core, 1 + core.dim, generator)
+            cotangent, left_out, bad = native.deflated_probe(core.given, noise)
+            if bad:
+                core.search()
+            if left_out is not None:
+                others = by_torch()(as_signs(noise, core.dtype) if signs else noise)
+                cotangent = torch.where(left_out[..., None], others, cotangent)
+            yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
 
     def _noise(self, core: Core, size: int, generator: torch.Generator) -> Tensor:
         if self.noise == "rademacher":

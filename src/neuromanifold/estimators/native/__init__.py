@@ -7,6 +7,6 @@ probe    handing tensors to it
 
 from __future__ import annotations
 
-from neuromanifold.estimators.native.probe import deflated_probe
+from neuromanifold.estimators.native.probe import deflated_probe, usable
 
-__all__ = ["deflated_probe"]
+__all__ = ["deflated_probe", "usable"]

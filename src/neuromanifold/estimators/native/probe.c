@@ -1,14 +1,16 @@
 /* One deflated Hutchinson probe of categorical distributions on a CPU: u = √λ v ξ_1 + (I - vvᵀ) S ξ_2 for each row of
-   probabilities p, with the leading eigenpair of diag(p) - ppᵀ.
+   logits, with p = softmax and the leading eigenpair of diag(p) - ppᵀ.
 
-   As torch's operations do it (core/spectrum.py, Categorical.factor), but in float64 whatever p is, in one go over a
-   row that stays in the cache.  So the same noise gives the same probe, but for rounding.  With the poles p_a > p_b, the
+   As torch's operations do it (core/spectrum.py, Categorical.factor), but in float64 whatever the logits are, in one go
+   over a row that stays in the cache.  Only p is rounded to their precision, which decides what is tied, or zero.  So
+   the same noise gives the same probe, but for rounding.  With the poles p_a > p_b, the
    two likeliest classes, λ = p_b (1 + x), x + y = gap = p_a/p_b - 1 and W = gap·x/y, a step of the secular equation is
 
        xL = Σ_{i≠a} r_i/q_i,  s = Σ_{i≠a} r_i/q_i²   with r_i = p_i/p_b, q_i = 1 + (1 - r_i)/x,    t = p_a/p_b
        (t/gap²) W² + (t/gap - s/gap - (xL - s)/x) W - s = 0.
 
-   Rows whose largest probabilities are tied have many leading eigenvectors: they are marked, and left to torch.
+   Rows whose largest probabilities are tied have many leading eigenvectors: they are marked, and left to torch.  So are
+   those with NaN or +inf, or without any possible class.
 
    Compiled when it is first needed (build.py); any C compiler that knows GCC's vector extensions will do. */
 
@@ -30,11 +32,11 @@ typedef double vector __attribute__((vector_size(8 * LANES)));
 typedef int64_t size;
 
 struct job {
-    const void *p, *noise; /* [N, C] and [N, 1 + C]: ξ_1, then ξ_2 */
-    void *u;               /* [N, C], to be written */
-    uint8_t *tied;         /* [N], to be written */
-    size N, C, wide;       /* wide: numbers are double, else float */
-    size next, ties;       /* row that nobody has begun; how many are tied */
+    const void *logits, *noise; /* [N, C] and [N, 1 + C]: ξ_1, then ξ_2 */
+    void *u;                    /* [N, C], to be written */
+    uint8_t *left;              /* [N], to be written: whether the row has been left out */
+    size N, C, wide, signs;     /* wide: numbers are double, else float; signs: noise is int8, 0 for -1 */
+    size next, ties, bad;       /* row that nobody has begun; how many are tied; or have NaN, or no possible class */
 };
 
 static double sum(vector values)
@@ -97,59 +99,74 @@ static double leading(const double *p, size C, size *likely, vector *r, vector *
     return low == p[a] ? -1 : solve(p, C, a, low, r, room, v);
 }
 
-static double get(const void *values, size wide, size i) { return wide ? ((const double *)values)[i] : ((const float *)values)[i]; }
-
-static void set(void *values, size wide, size i, double value)
+/* p = softmax(z) of row n; whether it could be had. */
+static int softmax(const struct job *job, size n, double *p)
 {
-    if (wide) ((double *)values)[i] = value;
-    else ((float *)values)[i] = (float)value;
+    const size C = job->C;
+    double most = -INFINITY, total = 0;
+    int finite = 1;
+    for (size i = 0; i < C; i++) {
+        p[i] = job->wide ? ((const double *)job->logits)[n * C + i] : ((const float *)job->logits)[n * C + i];
+        finite &= p[i] < INFINITY; /* false for NaN */
+        most = p[i] > most ? p[i] : most;
+    }
+    if (!finite || most == -INFINITY) return 0;
+    for (size i = 0; i < C; i++) total += p[i] = exp(p[i] - most);
+    for (size i = 0; i < C; i++) p[i] = job->wide ? p[i] / total : (float)(p[i] / total);
+    return 1;
 }
 
-/* Whether row n is tied, and has been left alone. */
+static double noise_at(const struct job *job, size i)
+{
+    if (job->signs) return 2 * ((const int8_t *)job->noise)[i] - 1;
+    return job->wide ? ((const double *)job->noise)[i] : ((const float *)job->noise)[i];
+}
+
+enum { DONE, TIED, BAD };
+
 static int probe_row(const struct job *job, size n, double *memory)
 {
-    const size C = job->C, wide = job->wide, padded = (C + LANES - 1) / LANES * LANES;
-    double *r = memory, *room = r + padded, *p = room + padded, *v = p + padded, *rest = v + padded;
-    const double tiny = wide ? DBL_MIN : FLT_MIN; /* smaller numbers have no relative accuracy left */
-    for (size i = 0; i < C; i++) {
-        const double given = get(job->p, wide, n * C + i);
-        p[i] = given < tiny ? 0 : given;
-    }
+    const size C = job->C, padded = (C + LANES - 1) / LANES * LANES;
+    double *r = memory, *room = r + padded, *p = room + padded, *normal = p + padded, *v = normal + padded;
+    double *rest = v + padded; /* S ξ_2 */
+    const double tiny = job->wide ? DBL_MIN : FLT_MIN; /* smaller numbers have no relative accuracy left */
+    if (!softmax(job, n, p)) return BAD;
+    for (size i = 0; i < C; i++) normal[i] = p[i] < tiny ? 0 : p[i];
     size a;
-    const double value = leading(p, C, &a, (vector *)r, (vector *)room, v);
-    if (value < 0) return 1;
+    const double value = leading(normal, C, &a, (vector *)r, (vector *)room, v);
+    if (value < 0) return TIED;
 
     double total = 0, others = 0, along = 0, square = 0;
-    for (size i = 0; i < C; i++) {
-        p[i] = get(job->p, wide, n * C + i);
-        rest[i] = sqrt(p[i]) * get(job->noise, wide, n * (C + 1) + 1 + i);
-        total += rest[i];
-    }
-    for (size i = 0; i < C; i++) {
-        rest[i] = i == a ? 0 : rest[i] - p[i] * total;
-        others += rest[i];
-    }
+    for (size i = 0; i < C; i++) total += rest[i] = sqrt(p[i]) * noise_at(job, n * (C + 1) + 1 + i);
+    for (size i = 0; i < C; i++) others += rest[i] = i == a ? 0 : rest[i] - p[i] * total;
     rest[a] = -others; /* the entries sum to zero, and nothing cancels */
     for (size i = 0; i < C; i++) {
         along += v[i] * rest[i];
         square += v[i] * v[i];
     }
-    along = (sqrt(value / square) * get(job->noise, wide, n * (C + 1))) - along / square;
-    for (size i = 0; i < C; i++) set(job->u, wide, n * C + i, rest[i] + along * v[i]);
-    return 0;
+    along = sqrt(value / square) * noise_at(job, n * (C + 1)) - along / square;
+    for (size i = 0; i < C; i++) {
+        const double u = rest[i] + along * v[i];
+        if (job->wide) ((double *)job->u)[n * C + i] = u;
+        else ((float *)job->u)[n * C + i] = (float)u;
+    }
+    return DONE;
 }
 
 static void probe_rows(void *given)
 {
     struct job *job = given;
     const size padded = (job->C + LANES - 1) / LANES * LANES;
-    double *memory = aligned_alloc(64, (5 * padded * sizeof(double) + 63) / 64 * 64);
+    double *memory = aligned_alloc(64, (6 * padded * sizeof(double) + 63) / 64 * 64);
     if (!memory) return;
     for (;;) {
         const size start = __atomic_fetch_add(&job->next, ROWS, __ATOMIC_RELAXED);
         if (start >= job->N) break;
-        for (size n = start; n < start + ROWS && n < job->N; n++)
-            if ((job->tied[n] = (uint8_t)probe_row(job, n, memory))) __atomic_fetch_add(&job->ties, 1, __ATOMIC_RELAXED);
+        for (size n = start; n < start + ROWS && n < job->N; n++) {
+            const int found = probe_row(job, n, memory);
+            job->left[n] = found != DONE;
+            if (found != DONE) __atomic_fetch_add(found == TIED ? &job->ties : &job->bad, 1, __ATOMIC_RELAXED);
+        }
     }
     free(memory);
 }
@@ -157,7 +174,7 @@ static void probe_rows(void *given)
 /* Whether it has been done: there may be no memory.  `parallel` is OpenMP's, of the library that torch has loaded. */
 int probe(struct job *job, void (*parallel)(void (*)(void *), void *, unsigned, unsigned), unsigned threads)
 {
-    job->next = job->ties = 0;
+    job->next = job->ties = job->bad = 0;
     if (parallel && threads > 1) parallel(probe_rows, job, threads, 0);
     else probe_rows(job);
     return job->next >= job->N;

@@ -1,4 +1,4 @@
-"""Probabilities and noise, as the kernel takes them."""
+"""Logits and noise, as the kernel takes them."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ class _Job(ctypes.Structure):
     """As in probe.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("p", "noise", "u", "tied")),
-        *((name, ctypes.c_int64) for name in ("N", "C", "wide", "next", "ties")),
+        *((name, ctypes.c_void_p) for name in ("logits", "noise", "u", "left")),
+        *((name, ctypes.c_int64) for name in ("N", "C", "wide", "signs", "next", "ties", "bad")),
     )
 
 
 class Deflated(NamedTuple):
-    """A probe for each distribution, but for those whose largest probabilities are tied."""
+    """A probe for each distribution, but for those that are left out: tied at the top, or bad."""
 
     cotangent: Tensor  # [..., C]
-    tied: Tensor | None  # [...] bool; None: there are none
+    left_out: Tensor | None  # [...] bool; None: there are none
+    bad: int  # how many have NaN or +inf, or no possible class
 
 
-def deflated_probe(p: Tensor, noise: Tensor) -> Deflated | None:
-    """√λ v ξ_1 + (I - vvᵀ) S ξ_2 at probabilities p [..., C] with noise (ξ_1, ξ_2) [..., 1 + C]; None: torch has to.
+def usable(logits: Tensor) -> bool:
+    """Single or double precision on a CPU, a compiler, and nobody who records or transforms torch's operations."""
+    if type(logits) is not Tensor or logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.float64):
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(logits):
+        return False
+    return build.library(SOURCE, "probe") is not None and (torch.get_num_threads() == 1 or build.parallel() is not None)
 
-    v, the leading eigenvector, is positive at the likeliest class, as `core.spectrum` has it.
+
+def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated:
+    """√λ v ξ_1 + (I - vvᵀ) S ξ_2 at `usable` logits [..., C] with noise (ξ_1, ξ_2) [..., 1 + C].
+
+    Noise of type int8 is bits that stand for signs.  v, the leading eigenvector, is positive at the likeliest class, as
+    `core.spectrum` has it.
     """
-    if not (_suits(p) and _suits(noise) and p.dtype == noise.dtype):
-        return None
-    threads = torch.get_num_threads() if p.numel() > _ALONE else 1
+    logits, noise = logits.contiguous(), noise.contiguous()
+    u, left_out = torch.empty_like(logits), torch.empty(logits.shape[:-1], dtype=torch.bool)
+    pointers = (tensor.data_ptr() for tensor in (logits, noise, u, left_out))
+    kinds = logits.dtype == torch.float64, noise.dtype == torch.int8
+    job = _Job(*pointers, logits.shape[:-1].numel(), logits.shape[-1], *kinds)
     library = build.library(SOURCE, "probe")
-    if library is None or (threads > 1 and build.parallel() is None):
-        return None
-    p, noise = p.detach().contiguous(), noise.detach().contiguous()
-    u, tied = torch.empty_like(p), torch.empty(p.shape[:-1], dtype=torch.bool)
-    pointers = (tensor.data_ptr() for tensor in (p, noise, u, tied))
-    job = _Job(*pointers, p.shape[:-1].numel(), p.shape[-1], p.dtype == torch.float64)
+    assert library is not None
+    threads = torch.get_num_threads() if logits.numel() > _ALONE else 1
     if not library.probe(ctypes.byref(job), build.parallel(), threads):
-        return None
-    return Deflated(u, tied if job.ties else None)
-
-
-def _suits(tensor: Tensor) -> bool:
-    """Single or double precision on a CPU; and nobody who records or transforms torch's operations."""
-    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return plain and not watched
+        raise MemoryError("There is no memory for a row of logits.")
+    return Deflated(u, left_out if job.ties or job.bad else None, job.bad)
