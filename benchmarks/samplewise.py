@@ -37,7 +37,6 @@ OURS = {
     "Exact()": (nm.Exact(), "exact", "auto"),
 }
 BATCHES = {"MLP": 32, "transformer": 12, "ResNet-18-like": 6, "DistilBERT": 6}  # of one run
-RESULT = {"gradient": 0, "estimate": 2, "per sample": 1, "exact": 1}  # float32 that a result holds for each parameter
 SAMPLES, CLASSES, MANY = 4, 4, 20  # of a loop; of torch.func where there are many
 
 
@@ -140,7 +139,8 @@ def measure(network: str, options: argparse.Namespace) -> str:
     slow = {name: min(1 if many else 2, options.repeats) for name in functions if rows[name].slow}
     times = interleaved(functions, options.repeats, torch.device("cpu"), slow)
     parameters = sum(parameter.numel() for parameter in case.model.parameters())
-    lines = [_line(name, rows[name], times, memory, verdicts[name], batches, parameters) for name in rows]
+    held = {name: held_numbers(network, name, rows[name]) * 4 * parameters / 2**20 for name in times}
+    lines = [_line(name, rows[name], times, memory, verdicts[name], batches, held) for name in rows]
     head = f"## {network}: {parameters / 1e6:.1f} M parameters, B={len(case.labels)}, C={case.classes}"
     plain = f"Plain: {1000 * times['plain'].wall / batches:.1f} ms a batch, {memory['plain']:.0f} MiB."
     header = ["", "quantity", "processor time", "time", "memory, MiB", "memory over plain"]
@@ -148,8 +148,22 @@ def measure(network: str, options: argparse.Namespace) -> str:
     return "\n\n".join([head, plain, table(header, lines)])
 
 
+def held_numbers(network: str, name: str, entry: Entry) -> int:
+    """How many float32 a result holds for each parameter; error bars are there unless nothing is random."""
+    if entry.quantity != "estimate":
+        return int(entry.quantity != "gradient")
+    small = entries(task(network, small=True))[name].build(1)()
+    return 1 + any(noise.untyped_storage().nbytes() >= noise.nbytes for noise in small.noise.values())
+
+
 def _line(
-    name: str, entry: Entry, times: dict[str, Times], memory: dict[str, float], said: str, batches: int, parameters: int
+    name: str,
+    entry: Entry,
+    times: dict[str, Times],
+    memory: dict[str, float],
+    said: str,
+    batches: int,
+    held: dict[str, float],
 ) -> list[str]:
     if name not in times:
         return [name, entry.quantity, "", "", "", "", "", said]
@@ -159,8 +173,8 @@ def _line(
     ]  # wall, processor
     mark = f" (×{1 / entry.share:.0f})" if entry.share < 1 else ""
     base = max(memory["plain"], 1.0)  # below 1 MiB on the small networks of --quick
-    result = RESULT[entry.quantity] * 4 * parameters / 2**20
-    over = f"{memory[name] / base:.2f}", f"{max(0.0, memory[name] - result) / base:.2f}" if result else ""
+    net = f"{max(0.0, memory[name] - held[name]) / base:.2f}" if held[name] else ""
+    over = f"{memory[name] / base:.2f}", net
     figures = [f"{ratios[1]:.2f}{mark}", f"{ratios[0]:.2f}{mark}", f"{memory[name]:.0f}", *over]
     return [name, entry.quantity, *figures, said]
 
