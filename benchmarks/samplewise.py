@@ -5,6 +5,7 @@
 "Plain" is forward and backward of the summed cross-entropy into .grad.  Everything takes turns in one run; ratios of
 medians, per batch: processor time (all threads together, which says how much work there is) and time by the clock.
 Memory is the peak of one call over what the process held before (model and data), each in a process of its own.
+"Without result" is less the float32 that a result itself holds: one for each parameter, two where it has error bars.
 Tools that are not installed are left out; those that fail or are wrong (benchmarks/others.py) stay, and are named so.
 Loops are timed on a few samples and torch.func on a few classes where there are many, and multiplied: marked by ×.
 This library runs over several batches, of which the first has the passes of the trial; other tools over one.
@@ -137,26 +138,44 @@ def measure(network: str, options: argparse.Namespace) -> str:
     many = case.classes > MANY  # then a single one of the slow ones takes a minute
     slow = {name: min(1 if many else 2, options.repeats) for name in functions if rows[name].slow}
     times = interleaved(functions, options.repeats, torch.device("cpu"), slow)
-    lines = [_line(name, rows[name], times, memory, verdicts[name], batches) for name in rows]
-    parameters = sum(parameter.numel() for parameter in case.model.parameters()) / 1e6
-    head = f"## {network}: {parameters:.1f} M parameters, B={len(case.labels)}, C={case.classes}"
+    parameters = sum(parameter.numel() for parameter in case.model.parameters())
+    held = {name: held_numbers(network, name, rows[name]) * 4 * parameters / 2**20 for name in times}
+    lines = [_line(name, rows[name], times, memory, verdicts[name], batches, held) for name in rows]
+    head = f"## {network}: {parameters / 1e6:.1f} M parameters, B={len(case.labels)}, C={case.classes}"
     plain = f"Plain: {1000 * times['plain'].wall / batches:.1f} ms a batch, {memory['plain']:.0f} MiB."
-    header = ["", "quantity", "processor time", "time", "memory, MiB", "memory over plain", "small version, float64"]
+    header = ["", "quantity", "processor time", "time", "memory, MiB", "memory over plain"]
+    header += ["memory without result, over plain", "small version, float64"]
     return "\n\n".join([head, plain, table(header, lines)])
 
 
+def held_numbers(network: str, name: str, entry: Entry) -> int:
+    """How many float32 a result holds for each parameter; error bars are there unless nothing is random."""
+    if entry.quantity != "estimate":
+        return int(entry.quantity != "gradient")
+    small = entries(task(network, small=True))[name].build(1)()
+    return 1 + any(noise.untyped_storage().nbytes() >= noise.nbytes for noise in small.noise.values())
+
+
 def _line(
-    name: str, entry: Entry, times: dict[str, Times], memory: dict[str, float], said: str, batches: int
+    name: str,
+    entry: Entry,
+    times: dict[str, Times],
+    memory: dict[str, float],
+    said: str,
+    batches: int,
+    held: dict[str, float],
 ) -> list[str]:
     if name not in times:
-        return [name, entry.quantity, "", "", "", "", said]
+        return [name, entry.quantity, "", "", "", "", "", said]
     done = entry.share * (1 if entry.slow else batches)
     ratios = [
         own / done / (plain / batches) for own, plain in zip(times[name], times["plain"], strict=True)
     ]  # wall, processor
     mark = f" (×{1 / entry.share:.0f})" if entry.share < 1 else ""
-    over = memory[name] / max(memory["plain"], 1.0)  # below 1 MiB on the small networks of --quick
-    figures = [f"{ratios[1]:.2f}{mark}", f"{ratios[0]:.2f}{mark}", f"{memory[name]:.0f}", f"{over:.2f}"]
+    base = max(memory["plain"], 1.0)  # below 1 MiB on the small networks of --quick
+    net = f"{max(0.0, memory[name] - held[name]) / base:.2f}" if held[name] else ""
+    over = f"{memory[name] / base:.2f}", net
+    figures = [f"{ratios[1]:.2f}{mark}", f"{ratios[0]:.2f}{mark}", f"{memory[name]:.0f}", *over]
     return [name, entry.quantity, *figures, said]
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.estimators.native import build
 from neuromanifold.pullback.forms import BOUND, Accumulators, Product
-from neuromanifold.pullback.native import build, square
+from neuromanifold.pullback.native import square
 from neuromanifold.pullback.rules.convolution import Convolution
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -45,6 +46,10 @@ def native(monkeypatch, tmp_path_factory):
     yield
     forget()
     square._blocks.cache_clear()
+
+
+def library() -> object:
+    return build.library(square.SOURCE, "add_squares")
 
 
 def noise(*shape: int) -> Tensor:
@@ -235,7 +240,7 @@ def squares_of_a_product() -> bool:
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", "cc --no-such-flag", "'"])
 def test_torch_does_it_where_compiling_fails(compiler, monkeypatch, capfd):
     monkeypatch.setenv("CC", compiler)
-    assert build.library() is None
+    assert library() is None
     assert squares_of_a_product()
     assert capfd.readouterr() == ("", "")
 
@@ -252,8 +257,8 @@ def test_many_positions_lose_no_accuracy():
 @needs_compiler
 def test_torch_does_it_if_kernels_are_unwanted(monkeypatch):
     monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "0")
-    monkeypatch.setattr(build, "_library", lambda: pytest.fail("is not even looked for"))
-    assert build.library() is None
+    monkeypatch.setattr(build, "_library", lambda *_: pytest.fail("is not even looked for"))
+    assert library() is None
     assert squares_of_a_product()
 
 
@@ -262,14 +267,15 @@ def test_torch_does_it_if_kernels_are_unwanted(monkeypatch):
 def test_a_cache_that_cannot_be_written_to(place, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "a file" else "/proc/nowhere")
-    assert build.library() is not None
+    assert library() is not None
     assert squares_of_a_product()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def processes_that_build(count: int, cache: Path) -> list[Path]:
     """Several at once, without a word; what is in the cache then."""
-    code = "from neuromanifold.pullback.native import build; assert build.library() is not None"
+    code = "from neuromanifold.estimators.native import build; from neuromanifold.pullback.native import square; "
+    code += "assert build.library(square.SOURCE, 'add_squares') is not None"
     command, environment = [sys.executable, "-c", code], {**os.environ, "XDG_CACHE_HOME": str(cache)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     running = [subprocess.Popen(command, env=environment, **streams) for _ in range(count)]
@@ -290,4 +296,4 @@ def test_processes_that_build_at_once_leave_one_file_and_a_broken_one_is_replace
 @needs_compiler
 def test_the_source_has_no_warnings(tmp_path):
     warnings = ["-Wall", "-Wextra", "-Wshadow", "-Werror", "-O3"]
-    subprocess.run(["cc", *warnings, "-shared", "-fPIC", "-o", tmp_path / "a.so", build.SOURCE], check=True)
+    subprocess.run(["cc", *warnings, "-shared", "-fPIC", "-o", tmp_path / "a.so", square.SOURCE], check=True)

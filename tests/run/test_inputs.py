@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import neuromanifold as nm
+from neuromanifold.run.batches import Batch, read_outputs
 from tests.run.networks import PROBLEMS
 from tests.run.test_contract import MODEL, X, Y, batches, network
 
@@ -310,3 +311,21 @@ def test_slow_paths_are_announced() -> None:
 def test_a_batch_dim_that_cannot_be_is_refused(batch_dim: object, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         nm.fisher_diagonal(nn.Linear(3, 2), [torch.randn(4, 5, 3)], batch_dim=batch_dim)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 3, 4)], ids=["samples", "tokens"])
+def test_masks_in_which_all_count_are_left_out(shape):
+    """And the noise is the same with and without them."""
+    x, model = torch.randn(*shape, generator=torch.Generator().manual_seed(0)), nn.Linear(4, 3)
+    labels = torch.ones(shape[:-1], dtype=torch.int64)
+    outputs = read_outputs(model(x), Batch((x,), {}, labels), -1, -100)
+    assert outputs.valid is None
+    assert outputs.samples == 5
+    assert outputs.positions == labels.numel()
+    some = labels.clone()
+    some.view(-1)[0] = -100
+    outputs = read_outputs(model(x), Batch((x,), {}, some), -1, -100)
+    assert outputs.valid is not None
+    assert int(outputs.valid.sum()) == labels.numel() - 1
+    alone, labelled = (nm.fisher_diagonal(model, [item]) for item in (x, (x, labels)))
+    assert torch.equal(alone.sums["weight"], labelled.sums["weight"])

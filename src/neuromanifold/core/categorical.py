@@ -31,15 +31,28 @@ class Categorical(Core):
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
         logits = checks.real_vectors(logits, "logits", least=2, noun="classes")
-        if validate and logits.numel() and not logits.is_meta and not bool(torch.isfinite(logits.amax(-1)).all()):
-            raise ValueError(_what_is_wrong(logits))
         super().__init__(logits)
-        self._validates = validate
+        self._validates = self._to_be_searched = validate
         self.dtype = checks.promoted(logits.dtype)
         self.given = logits  # in the precision that they came in
+        self.search()
         if is_differentiated(logits):  # on record now, whatever mode they are asked for in
             self.logits = logits.to(self.dtype)
             self.probs = _softmax(self.logits)
+
+    @classmethod
+    def unsearched(cls, logits: Tensor) -> Categorical:
+        """For those who will find NaN and +inf themselves, or call `search`."""
+        core = cls(logits, validate=False)
+        core._to_be_searched = True
+        return core
+
+    def search(self) -> None:
+        """Look for NaN, +inf and rows without a possible class, unless that has been done or is not wanted."""
+        wanted, self._to_be_searched = self._to_be_searched, False
+        wanted = wanted and self.given.numel() > 0 and not self.given.is_meta
+        if wanted and not bool(torch.isfinite(self.given.amax(-1)).all()):
+            raise ValueError(_what_is_wrong(self.given))
 
     @cached_property
     def logits(self) -> Tensor:
@@ -51,7 +64,7 @@ class Categorical(Core):
     def probs(self) -> Tensor:
         """p = softmax(z), [..., C]."""
         with torch.inference_mode(False), torch.no_grad():
-            return _softmax(self.logits)
+            return _softmax(self.given.to(self.dtype))
 
     @property
     def complement(self) -> Tensor:

@@ -44,6 +44,11 @@ class Estimator(ABC):
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """One cotangent [..., C] for each pass, scaled so that the sum of the passes' squares is the estimate."""
 
+    @property
+    def searches(self) -> bool:
+        """Whether `cotangents` looks for NaN in the logits by itself: then it may get a `Categorical.unsearched`."""
+        return False
+
     def fuses(self, core: Core) -> bool:
         """Whether one kernel makes a cotangent of this core: then there is `fused`."""
         del core

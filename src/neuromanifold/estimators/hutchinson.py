@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,14 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.core.ties import is_differentiated
-from neuromanifold.estimators import kernels
+from neuromanifold.estimators import kernels, native
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.orthogonal import (
+    as_signs,
     orthonormal_noise,
     own_columns,
     own_passes,
+    random_bits,
     random_signs,
     remainder,
 )
@@ -98,9 +101,21 @@ class Hutchinson(Estimator):
             for cotangent in self._orthogonal(core, generator):
                 yield cotangent * random_signs(core, 1, generator)
             return
+        plain = self.deflate == 1 and type(core) is Categorical and not is_differentiated(core.given)
+        if plain and isinstance(core, Categorical) and native.usable(core.given):
+            yield from self._natively(core, generator)
+            return
+        if isinstance(core, Categorical):
+            core.search()
         noise_dim, mix = self._deflated(core) if self.deflate else self.core.mixer(core)
         for _ in range(self.probes):
-            yield mix(self._noise(core, noise_dim, generator)) / math.sqrt(self.probes)
+            cotangent = mix(self._noise(core, noise_dim, generator))
+            yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
+
+    @property
+    def searches(self) -> bool:
+        """Where the kernel for a CPU does it on the way."""
+        return self.deflate == 1 and not self._together and type(self).cotangents is Hutchinson.cotangents
 
     def fuses(self, core: Core) -> bool:
         """On a GPU, for classes: independent probes with random signs, with one eigenvector deflated, or of a few."""
@@ -200,6 +215,20 @@ class Hutchinson(Estimator):
             return rest + (along[..., None] * vectors).sum(-2)
 
         return Mixer(k + core.dim, mix)
+
+    def _natively(self, core: Categorical, generator: torch.Generator) -> Iterator[Tensor]:
+        """With one eigenvector, by a kernel on a CPU, but where classes are tied."""
+        by_torch = functools.cache(lambda: self._deflated(core).mix)
+        for _ in range(self.probes):
+            signs = self.noise == "rademacher"
+            noise = random_bits(core, 1 + core.dim, generator) if signs else self._noise(core, 1 + core.dim, generator)
+            cotangent, left_out, bad = native.deflated_probe(core.given, noise)
+            if bad:
+                core.search()
+            if left_out is not None:
+                others = by_torch()(as_signs(noise, core.dtype) if signs else noise)
+                cotangent = torch.where(left_out[..., None], others, cotangent)
+            yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
 
     def _noise(self, core: Core, size: int, generator: torch.Generator) -> Tensor:
         if self.noise == "rademacher":

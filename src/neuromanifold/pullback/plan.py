@@ -26,7 +26,7 @@ from neuromanifold.pullback.direct import Meeting, Order, consumers, meetings, s
 from neuromanifold.pullback.forms import Form
 from neuromanifold.pullback.rules import Call, NotApplicableError
 from neuromanifold.pullback.taps import Record, Taps
-from neuromanifold.pullback.trial import Sketch, Trial, sketch
+from neuromanifold.pullback.trial import Sketch, Sketches, Trial
 from neuromanifold.pullback.watch import Watch
 
 Backward = Callable[[Tensor, Tensor, Callable[[Record, Tensor], None]], dict[int, Tensor | None]]
@@ -289,7 +289,7 @@ class _Looks:
     """All that is seen in a trial."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self._sketches = plan, Sketches()
         self.refused: set[int] = set()  # parameters whose rule does not apply after all
         self._found: dict[tuple[object, Order | None], _Look] = {}
 
@@ -330,7 +330,7 @@ class _Looks:
     def _add(self, look: _Look, rows: Tensor | None) -> None:
         look = self._found.setdefault((look.use, look.order), look)
         if rows is not None:
-            look.sketches.append(sketch(rows))
+            look.sketches.append(self._sketches.of(rows))
 
     def _try_rule(self, record: Record, g: Tensor) -> None:
         try:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.pullback import native
+
 # A parameter with more numbers for all samples together is not small; so many layouts are kept before they are merged.
 LIMIT, _LAYOUTS = 2**20, 8
 _PART = 2**18  # numbers that are raised to the fourth power at a time
@@ -63,13 +65,28 @@ class SmallSums:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
+        layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
+        if native.takes_powers([entry.values for entry in waiting.values()]):
+            self._add_natively(layout, list(waiting.values()))
+            return
         values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v, _, _ in waiting.values()], 1)  # [n, all]
         _, scale, noise = next(iter(waiting.values()))
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line = _Line(squares.sum(0))
         if noise:
             line.fourths = _sum_of_squares(squares).mul_(noise)
-        self._keep(tuple((i, entry.values.shape[1:]) for i, entry in waiting.items()), line)
+        self._keep(layout, line)
+
+    def _add_natively(self, layout: Layout, entries: list[_Entry]) -> None:
+        """To the sums as they are; a new line has to be kept."""
+        kept, size = self._lines.get(layout), sum(shape.numel() for _, shape in layout)
+        line = _Line(torch.zeros(size)) if kept is None else kept
+        _, scale, noise = entries[0]
+        if noise and line.fourths is None:
+            line.fourths = torch.zeros(size, dtype=torch.float64)
+        native.add_powers([e.values for e in entries], scale, noise, line.squares, line.fourths if noise else None)
+        if kept is None:
+            self._keep(layout, line)
 
     def _keep(self, layout: Layout, line: _Line) -> None:
         kept = self._lines.setdefault(layout, line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -153,7 +154,7 @@ class DiagonalSums:
         self._batches += 1
         self._samples += self._of_batch
         group, place = divmod(self._batches, _ONE_IN)
-        self._takes = self._samples < _ALL_OF or place == random.Random(group).randrange(_ONE_IN)
+        self._takes = self._samples < _ALL_OF or place == _chosen(group)
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -232,8 +233,11 @@ class DiagonalSums:
             found.append(_zeros_like(self._parameters[i]) if both is None else both)
         return found
 
-    def noise(self) -> list[Tensor]:
-        """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded."""
+    def noise(self, *, last: bool = False) -> list[Tensor]:
+        """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded.
+
+        `last`: nothing more will be added or asked, so the memory of the sums is used.
+        """
         small, found = self._small.fourths(), []
         for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
             zeros = _zeros_like(parameter.new_empty(()))
@@ -242,10 +246,17 @@ class DiagonalSums:
                 total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
                 found.append(total.sqrt().to(zeros.dtype))
             elif fourth is not None:
-                found.append(fourth.sqrt().mul_(math.sqrt(stands_for) * unit**2))
+                root = fourth.sqrt_() if last else fourth.sqrt()
+                found.append(root.mul_(math.sqrt(stands_for) * unit**2))
             else:
                 found.append(zeros.expand(parameter.shape))
         return found
+
+
+@functools.lru_cache(maxsize=16)
+def _chosen(group: int) -> int:
+    """Which of a group of batches has its fourth powers taken."""
+    return random.Random(group).randrange(_ONE_IN)
 
 
 def _read(sizes: list[Tensor]) -> list[float]:

@@ -10,7 +10,6 @@ Of a gradient only a sketch is kept: the length of each row, and its product wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,17 +30,30 @@ class Sketch(NamedTuple):
     floor: float  # what rounding near zero may do to a product
 
 
-def sketch(rows: Tensor) -> Sketch:
-    """Of the gradient's rows."""
-    flat = rows.reshape(len(rows), -1)
-    wide = flat if flat.dtype == torch.float64 else flat.float()
-    generator = torch.Generator(rows.device).manual_seed(0)
-    signs = torch.randint(0, 2, (flat.shape[1], 2), generator=generator, device=rows.device).to(wide) * 2 - 1
-    floor = 6e-8 * flat.shape[1] ** 0.5 if rows.dtype == torch.float16 else 0.0
-    lengths = [torch.linalg.vector_norm(wide, order, dim=1) for order in (2, math.inf)]
-    length = torch.maximum(*lengths)  # squares of very small numbers are zero, the largest of them is not
-    nonzero = lengths[1] != 0  # NaN is not zero
-    return Sketch(nonzero, length, wide @ signs, _TOLERANCE[rows.dtype], floor)
+class Sketches:
+    """Made of gradients; random signs are drawn once for each width."""
+
+    def __init__(self) -> None:
+        self._signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def of(self, rows: Tensor) -> Sketch:
+        """Of the gradient's rows."""
+        flat = rows.reshape(len(rows), rows.shape[1:].numel())
+        wide = flat if flat.dtype == torch.float64 else flat.float()
+        floor = 6e-8 * flat.shape[1] ** 0.5 if rows.dtype == torch.float16 else 0.0
+        largest = torch.maximum(wide.amax(1), -wide.amin(1)) if flat.shape[1] else wide.new_zeros(len(wide))
+        length = torch.maximum(torch.linalg.vector_norm(wide, dim=1), largest)  # very small numbers have no squares
+        products = torch.stack([wide @ signs for signs in self._of_width(wide)], 1)
+        return Sketch(largest != 0, length, products, _TOLERANCE[rows.dtype], floor)  # NaN is not zero
+
+    def _of_width(self, wide: Tensor) -> Tensor:
+        """Two vectors of signs, [2, width]."""
+        key = wide.shape[1], wide.dtype, wide.device
+        if key not in self._signs:
+            generator = torch.Generator(wide.device).manual_seed(0)
+            bits = torch.randint(0, 2, (2, key[0]), generator=generator, device=wide.device, dtype=torch.int8)
+            self._signs[key] = bits.to(wide.dtype).mul_(2).sub_(1)
+        return self._signs[key]
 
 
 class Trial:

@@ -95,14 +95,20 @@ def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int
     index = labels is not None and labels.shape == positions and not labels.is_floating_point()
     if labels is not None and index:
         labels = labels.long()
-        valid = labels != ignore_index
-        labels = torch.where(valid, labels, 0)
+        valid = _unless_all(labels != ignore_index)
+        labels = labels if valid is None else torch.where(valid, labels, 0)
     mask = _mask(batch.kwargs)  # of the inputs' layout where it is not [B, T] already
     if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
         mask = mask.movedim(batch_dim, 0)
     if mask is not None and logits.ndim > 2 and mask.shape == positions:
-        valid = mask.bool() if valid is None else valid & mask.bool()
+        valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
     return Outputs(logits, labels, valid, labels is None or index or labels.shape == logits.shape)
+
+
+def _unless_all(valid: Tensor) -> Tensor | None:
+    """None if all positions count, where asking costs nothing: not on a GPU, which would be waited for."""
+    can_be_asked = valid.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+    return None if can_be_asked and bool(valid.all()) else valid
 
 
 def _samples_first(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:

@@ -41,7 +41,7 @@ def cotangents(
     if core is not None and labels is not None and labels.shape == rows.shape[:-1]:  # class labels, on a GPU
         fits = ((labels >= 0) & (labels < shape[-1])).all()
         labels = labels.clamp(0, shape[-1] - 1)
-    core = validation.core(rows, number, fits)
+    core = validation.core(rows, number, fits, searched=not estimator.searches)
     try:
         noise = estimator.pass_noise(core, alone=False)
         sample_noise = estimator.pass_noise(core, alone=len(shape) == 2)

@@ -94,7 +94,7 @@ def fisher_diagonal(
     counts = run(model, data, chosen, settings, sums, enough, keeping)
     return DiagonalFisher(
         dict(zip(chosen, sums.squares, strict=True)),
-        dict(zip(chosen, sums.noise(), strict=True)),
+        dict(zip(chosen, sums.noise(last=True), strict=True)),
         counts.samples,
         counts.positions,
         make_provenance(model, data, chosen, settings, counts),

@@ -139,6 +139,7 @@ class SquaredProduct(Form):
     right: Tensor  # [n, i]
     unit: Tensor  # a power of two; 0 as long as all have been zero
     shape: torch.Size
+    unit_is_known: bool = False  # not to be zero, on a CPU: a GPU is not waited for
 
     @classmethod
     def of(cls, product: Product, dtype: torch.dtype) -> SquaredProduct:
@@ -152,10 +153,14 @@ class SquaredProduct(Form):
 
     def add_cotangents(self, left: Tensor, scale: float, weight: float) -> None:
         """Take the factors [..., n, o] of one or several cotangents; overwrites nothing."""
-        size = (root_mean_square(left) / scale).to(self.unit.dtype)
-        first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
-        self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
-        scaled = left.to(self.squares.dtype) / (scale * torch.where(self.unit == 0, 1.0, self.unit))
+        if not self.unit_is_known:
+            size = (root_mean_square(left) / scale).to(self.unit.dtype)
+            first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
+            self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
+            can_be_asked = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+            self.unit_is_known = can_be_asked and bool(self.unit)
+        unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
+        scaled = left.to(self.squares.dtype) / (scale * unit)
         if left.ndim == 2 and not weight:
             self.squares.addcmul_(scaled, scaled)
             return

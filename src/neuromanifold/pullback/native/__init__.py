@@ -1,12 +1,16 @@
-"""A kernel for a CPU, in C, compiled when it is first needed; where it cannot be, torch's operations do the same.
+"""Kernels for a CPU, in C, compiled when they are first needed; where they cannot be, torch's operations do the same.
 
 square.c  Σ_n (Σ_t left ⊗ right)², for linear layers and convolutions
-build     compiling, keeping and loading it
-square    handing tensors to it
+powers.c  Σ_n g² and Σ_n g⁴, for biases and scales
+square    handing tensors to the one
+powers    and to the other
+
+Compiling and loading is done by `neuromanifold.estimators.native.build`.
 """
 
 from __future__ import annotations
 
+from neuromanifold.pullback.native.powers import add_powers, takes_powers
 from neuromanifold.pullback.native.square import add_squares_of_convolution, add_squares_of_products
 
-__all__ = ["add_squares_of_convolution", "add_squares_of_products"]
+__all__ = ["add_powers", "add_squares_of_convolution", "add_squares_of_products", "takes_powers"]

@@ -9,16 +9,18 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuromanifold.pullback.native import build
+from neuromanifold.estimators.native import build
 
 if TYPE_CHECKING:
     from neuromanifold.pullback.forms.base import Accumulators
 
+SOURCE = Path(__file__).with_name("square.c")
 LEAST = 2**18  # multiplications: for less, nothing need be compiled
 _LARGEST = 2**24  # image of a block's channels: each thread copies one
 _FILLED, _OF_A_GROUP = 0.25, 16  # of a tile at least; and rows, so that what is packed is used more than once
@@ -124,7 +126,7 @@ def _suit(left: Tensor, right: Tensor, to: Accumulators) -> bool:
 def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
     if prod(sizes) < LEAST:
         return False
-    threads, library = torch.get_num_threads(), build.library()
+    threads, library = torch.get_num_threads(), build.library(SOURCE, "add_squares")
     if library is None or (threads > 1 and build.parallel() is None):
         return False
     tile = (ctypes.c_int64.in_dll(library, name).value for name in ("rows_of_a_tile", "width_of_a_tile"))

@@ -129,6 +129,8 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def sum_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sum over dimensions, in float32 or better; over none: as it is."""
+    """Sum over dimensions, in float32 or better; over none, or over a single position: as it is."""
     dtype = torch.float32 if values.dtype.itemsize < 4 else values.dtype
-    return values.sum(dims, dtype=dtype) if dims else values.to(dtype)
+    if all(values.shape[dim] == 1 for dim in dims):
+        return values.squeeze(dims).to(dtype)
+    return values.sum(dims, dtype=dtype)

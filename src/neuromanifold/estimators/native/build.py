@@ -1,4 +1,4 @@
-"""Compiling square.c by the compiler of this machine, once: the library is kept in the user's cache.
+"""Compiling C by the compiler of this machine, once: the library is kept in the user's cache.
 
 Its name holds what it was made from: the source, the flags, and all that the compiler says of itself and of this
 processor.  It is written aside and renamed, so several processes may do so at once.  If anything fails, there is none.
@@ -19,21 +19,23 @@ import torch
 
 from neuromanifold.estimators.kernels import wish
 
-SOURCE = Path(__file__).with_name("square.c")
 _FLAGS = ("-O3", "-shared", "-fPIC")
 _THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
 _LIMIT = 60.0  # seconds
 
 
-def library() -> ctypes.CDLL | None:
-    """The kernel, unless it is unwanted or cannot be had."""
-    return _library() if wish() == "1" else None
+def library(source: Path, function: str) -> ctypes.CDLL | None:
+    """A kernel, unless it is unwanted or cannot be had.
+
+    Its function gets a job, OpenMP's way to run one in several threads, and their number; it tells whether it is done.
+    """
+    return _library(source, function) if wish() == "1" else None
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library(source: Path, function: str) -> ctypes.CDLL | None:
     try:
-        return _load_or_build(shlex.split(os.environ.get("CC") or "cc"))
+        return _load_or_build(source, function, shlex.split(os.environ.get("CC") or "cc"))
     except Exception:  # no compiler, none that knows what it needs, no place to write to
         return None
 
@@ -47,35 +49,37 @@ def parallel() -> ctypes.c_void_p | None:
         return None
 
 
-def _load_or_build(compiler: list[str]) -> ctypes.CDLL:
-    flags, processor = _for_this_processor(compiler)
-    made_from = (SOURCE.read_bytes(), " ".join([*compiler, *flags]).encode(), processor)
-    name = f"square-{hashlib.blake2b(b'|'.join(made_from), digest_size=12).hexdigest()}.so"
+def _load_or_build(source: Path, function: str, compiler: list[str]) -> ctypes.CDLL:
+    flags, processor = _for_this_processor(tuple(compiler))
+    made_from = (source.read_bytes(), " ".join([*compiler, *flags]).encode(), processor)
+    name = f"{source.stem}-{hashlib.blake2b(b'|'.join(made_from), digest_size=12).hexdigest()}.so"
     try:
         kept = _cache() / name
         if kept.exists():
-            return _load(kept)
+            return _load(kept, function)
     except (OSError, RuntimeError, AttributeError):
         pass  # no home, or not a library: to be made again
+    command = [*compiler, *flags, str(source), "-lm"]
     try:
         _cache().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=_cache()) as folder:
-            return _build([*compiler, *flags], Path(folder) / name, _cache() / name)
+            return _build(command, function, Path(folder) / name, _cache() / name)
     except (OSError, RuntimeError):
         with tempfile.TemporaryDirectory(prefix="neuromanifold-", ignore_cleanup_errors=True) as folder:
-            return _build([*compiler, *flags], Path(folder) / name, None)
+            return _build(command, function, Path(folder) / name, None)
 
 
-def _build(command: list[str], made: Path, kept: Path | None) -> ctypes.CDLL:
+def _build(command: list[str], function: str, made: Path, kept: Path | None) -> ctypes.CDLL:
     """Compile, and load; what works is kept."""
-    _run([*command, "-o", str(made), str(SOURCE)])
-    found = _load(made)
+    _run([*command, "-o", str(made)])
+    found = _load(made, function)
     if kept is not None:
         made.replace(kept)
     return found
 
 
-def _for_this_processor(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
+@functools.cache
+def _for_this_processor(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
     """Flags, and the macros that a compiler defines with them: its version, and what the processor can do."""
     for own in _THIS_PROCESSOR:
         try:
@@ -85,10 +89,10 @@ def _for_this_processor(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
     raise OSError("The compiler does not work.")
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path, function: str) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
-    found.add_squares.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
-    found.add_squares.restype = ctypes.c_int
+    kernel = getattr(found, function)
+    kernel.argtypes, kernel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint), ctypes.c_int
     return found
 
 
