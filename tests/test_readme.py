@@ -42,3 +42,11 @@ def test_every_local_link_of_the_readme_leads_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text) + re.findall(r'src="(?!https?:)([^"]+)"', text)
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    """Results of benchmarks, scripts and sources; `accuracy-*.md` stands for several."""
+    named = re.compile(r"`((?:benchmarks|docs|src|tests)/[\w./*-]+\.\w+)`")
+    found = {(page.name, name) for page in [*PAGES, ROOT / "CHANGELOG.md"] for name in named.findall(page.read_text())}
+    assert len(found) >= 10
+    assert not [(page, name) for page, name in sorted(found) if not list(ROOT.glob(name))]
