@@ -80,10 +80,10 @@ class SmallSums:
     def _add_natively(self, layout: Layout, entries: list[_Entry]) -> None:
         """To the sums as they are; a new line has to be kept."""
         kept, size = self._lines.get(layout), sum(shape.numel() for _, shape in layout)
-        line = _Line(torch.zeros(size)) if kept is None else kept
+        line = _Line(torch.zeros(size, dtype=torch.float32, device="cpu")) if kept is None else kept
         _, scale, noise = entries[0]
         if noise and line.fourths is None:
-            line.fourths = torch.zeros(size, dtype=torch.float64)
+            line.fourths = torch.zeros(size, dtype=torch.float64, device="cpu")
         native.add_powers([e.values for e in entries], scale, noise, line.squares, line.fourths if noise else None)
         if kept is None:
             self._keep(layout, line)
