@@ -152,3 +152,20 @@ def test_other_processors(flags, monkeypatch, tmp_path):
 def test_the_source_has_no_warnings(tmp_path):
     flags = ["-Wall", "-Wextra", "-Wshadow", "-Werror", "-O3", "-shared", "-fPIC", "-lm"]
     subprocess.run(["cc", *flags, "-o", tmp_path / "a.so", probe.SOURCE], check=True)
+
+
+def test_another_default_device_does_not_matter():
+    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    noise = torch.ones(4, 6)
+    expected = native.deflated_probe(logits, noise).cotangent
+    with torch.device("meta"):
+        found = native.deflated_probe(logits, noise)
+    assert found.left_out is None
+    assert torch.equal(found.cotangent, expected)
+
+
+def test_logits_that_are_to_be_negated():
+    """Such a view has the memory of what it is the negative of."""
+    logits, noise = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.ones(4, 6)
+    found, expected = (native.deflated_probe(z, noise).cotangent for z in (torch._neg_view(logits), -logits))
+    assert torch.equal(found, expected)

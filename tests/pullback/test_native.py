@@ -294,6 +294,17 @@ def test_processes_that_build_at_once_leave_one_file_and_a_broken_one_is_replace
 
 
 @needs_compiler
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_a_part_of_a_library_is_replaced(part, tmp_path):
+    """As a full disk or a lost machine may leave it; loading it would end the process."""
+    (kept,) = processes_that_build(1, tmp_path)
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: int(part * len(whole))])
+    assert processes_that_build(1, tmp_path) == [kept]
+    assert kept.stat().st_size == len(whole)
+
+
+@needs_compiler
 def test_the_source_has_no_warnings(tmp_path):
     warnings = ["-Wall", "-Wextra", "-Wshadow", "-Werror", "-O3"]
     subprocess.run(["cc", *warnings, "-shared", "-fPIC", "-o", tmp_path / "a.so", square.SOURCE], check=True)

@@ -133,3 +133,32 @@ def test_the_unit_of_squares_is_that_of_the_first_cotangent_that_is_not_zero():
     assert known == [False, True, True]
     expected = sum(left.double().square() for left in lefts)
     torch.testing.assert_close(form.squares.double() * form.unit.double() ** 2, expected, rtol=1e-5, atol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums_are_float32_whatever_torch_makes_by_default(dtype):
+    """The kernel writes float32: into memory of another type that would be nonsense, or beyond its end."""
+    values, before, sums = noise(5, 700), torch.get_default_dtype(), SmallSums()
+    torch.set_default_dtype(dtype)
+    try:
+        sums.add(0, values, 1.0, 1.0)
+        sums.flush()
+    finally:
+        torch.set_default_dtype(before)
+    found, fourths = sums.squares()[0], sums.fourths()[0]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), truth([values], 1.0, 2), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fourths, truth([values], 1.0, 4), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("later", [2.0**-10, 2.0**-35, 2.0**-45])
+def test_what_was_recorded_without_a_unit_is_not_lost(later):
+    """Gradients may come for the first time while work is recorded, and be far smaller in the next batch."""
+    sums, one = DiagonalSums([torch.zeros(4)], fourth_powers=True), Pass(1.0, 1.0, 1.0)
+    sums.recording = True
+    sums.add([torch.ones(4)], one)
+    sums.recording = False
+    sums.settle()
+    sums.add([torch.full((4,), later)], one)
+    torch.testing.assert_close(sums.noise()[0], torch.ones(4), rtol=1e-5, atol=0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import neuromanifold as nm
+from neuromanifold.pullback.trial import Trial
 from neuromanifold.reference import network as reference
 
 
@@ -177,3 +178,42 @@ def test_gradients_next_to_nothing_belong_to_samples_as_others_do() -> None:
         warnings.simplefilter("error")  # of parameters that no rule covers
         result = nm.fisher_diagonal(Faint(), [torch.randn(16, 4)], nm.Exact())
     assert set(result.provenance.granularity.values()) == {"sample"}
+
+
+class SomeMix(nn.Module):
+    """Adds the rows of some samples to those of others, in one direction of the features only."""
+
+    def __init__(self, direction: list[float], pairs: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.direction, self.pairs = torch.tensor(direction), pairs
+        self.layer, self.head = nn.Linear(4, len(direction)), nn.Linear(len(direction), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        mixes = torch.zeros(len(h), len(h))
+        for to, from_ in self.pairs:
+            mixes[to, from_] = 1.0
+        out: Tensor = self.head(torch.tanh(h + mixes @ ((h @ self.direction)[:, None] * self.direction)))
+        return out
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [[1.0, 1.0], [1.0, -1.0], [0.0, 1.0, -1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]],
+    ids=str,
+)
+def test_a_mixture_in_any_direction_is_seen(direction: list[float]) -> None:
+    """Sums and differences of few entries are orthogonal to vectors of signs."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    left_out = int(torch.nonzero(~Trial(torch.zeros(8, 3)).included)[0])
+    a, b, c, d, *_ = (n for n in range(8) if n != left_out)
+    model = SomeMix(direction, [(a, b), (c, d)])
+    with pytest.warns(nm.SlowPathWarning):
+        found = nm.fisher_diagonal(model, [x], nm.Exact(), reduction="sum")
+    expected = torch.zeros_like(model.layer.weight)
+    for z in model(x):
+        for log_p in z.log_softmax(-1):
+            (g,) = torch.autograd.grad(log_p, model.layer.weight, retain_graph=True)
+            expected += log_p.detach().exp() * g**2
+    torch.testing.assert_close(found["layer.weight"], expected, rtol=1e-4, atol=1e-6)

@@ -107,3 +107,31 @@ def test_a_rules_gradients_have_the_parameters_shape(wrong, monkeypatch):
     except (TypeError, ValueError, RuntimeError):
         return  # refused: as good
     assert found["1.shift"].shape == found.stderr["1.shift"].shape == (3,)
+
+
+class Halved(torch.autograd.Function):
+    """Works in place on a gradient that is not its own, which autograd forbids and does not notice."""
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: object, g: Tensor) -> Tensor:
+        return g.mul_(0.5)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halved: Tensor = Halved.apply(self.first(x))
+        return halved + self.second(x)
+
+
+def test_gradients_that_are_overwritten_while_they_wait_are_seen() -> None:
+    """The second layer's bias waits with the very tensor that the first branch overwrites then."""
+    with pytest.raises(RuntimeError, match="overwritten during the backward pass"):
+        nm.fisher_diagonal(Branches(), [noise(5, 3)], nm.Hutchinson())

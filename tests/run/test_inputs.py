@@ -132,6 +132,15 @@ def test_batches_of_none_and_one() -> None:
     assert torch.isfinite(result["0.weight"]).all()
 
 
+def test_samples_without_positions_do_not_count() -> None:
+    """A batch of empty sequences changes nothing, though all of their labels count."""
+    tokens, labels = X.view(16, 4, 4), Y.view(16, 4)
+    expected = nm.fisher_diagonal(MODEL, [(tokens, labels)], seed=1)
+    result = nm.fisher_diagonal(MODEL, [(tokens, labels), (tokens[:, :0], labels[:, :0])], seed=1)
+    assert (result.count, result.positions) == (16, 64)
+    assert torch.equal(result["0.weight"], expected["0.weight"])
+
+
 def test_parameters_by_pattern_list_and_predicate() -> None:
     for selection, names in [
         ((pattern for pattern in ["0.*", "2.bias"]), ["0.weight", "0.bias", "2.bias"]),

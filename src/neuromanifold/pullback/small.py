@@ -24,12 +24,13 @@ class _Entry(NamedTuple):
     values: Tensor  # [n, *shape]  the gradients of one parameter
     scale: float  # they are so many times too large
     noise: float  # c with Var(g²) <= c E[g⁴]
+    version: int  # of the values, which may be autograd's own
 
     def goes_with(self, other: _Entry) -> bool:
         """Whether both can be done in one operation."""
         a, b = self.values, other.values
         same = a.shape[0] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
-        return same and self[1:] == other[1:]
+        return same and (self.scale, self.noise) == (other.scale, other.noise)
 
 
 @dataclass
@@ -54,7 +55,7 @@ class SmallSums:
 
     def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
         """Take gradients of single samples with respect to parameter number i, [n, *shape]."""
-        entry = _Entry(values, scale, noise)
+        entry = _Entry(values, scale, noise, _version(values))
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
@@ -65,12 +66,15 @@ class SmallSums:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
+        if any(_version(entry.values) != entry.version for entry in waiting.values()):
+            text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
+            raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
         layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
         if native.takes_powers([entry.values for entry in waiting.values()]):
             self._add_natively(layout, list(waiting.values()))
             return
-        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v, _, _ in waiting.values()], 1)  # [n, all]
-        _, scale, noise = next(iter(waiting.values()))
+        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v, *_ in waiting.values()], 1)  # [n, all]
+        _, scale, noise, _ = next(iter(waiting.values()))
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line = _Line(squares.sum(0))
         if noise:
@@ -80,10 +84,10 @@ class SmallSums:
     def _add_natively(self, layout: Layout, entries: list[_Entry]) -> None:
         """To the sums as they are; a new line has to be kept."""
         kept, size = self._lines.get(layout), sum(shape.numel() for _, shape in layout)
-        line = _Line(torch.zeros(size)) if kept is None else kept
-        _, scale, noise = entries[0]
+        line = _Line(torch.zeros(size, dtype=torch.float32, device="cpu")) if kept is None else kept
+        _, scale, noise, _ = entries[0]
         if noise and line.fourths is None:
-            line.fourths = torch.zeros(size, dtype=torch.float64)
+            line.fourths = torch.zeros(size, dtype=torch.float64, device="cpu")
         native.add_powers([e.values for e in entries], scale, noise, line.squares, line.fourths if noise else None)
         if kept is None:
             self._keep(layout, line)
@@ -138,6 +142,10 @@ class SmallSums:
 def own(values: Tensor, device: torch.device) -> Tensor:
     """On a device, in memory of torch's own, aligned as all other memory is."""
     return values.to(device, copy=True)
+
+
+def _version(values: Tensor) -> int:
+    return 0 if values.is_inference() else values._version
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ _CHUNK = 2**18
 
 # Of so many samples all fourth powers are taken, then of one batch in so many.
 _ALL_OF, _ONE_IN = 128, 4
+_LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
 _EARLY = 8  # batches in which gradients may become much larger than before
 _NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
 
@@ -196,11 +197,15 @@ class DiagonalSums:
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow.
 
-        What was recorded before there was one has been taken in units of 1.
+        What was recorded before there was one has been taken in units of 1, and must be a float32 in the new ones, too.
         """
         old = self._units[i]
+        if unit and not old and self._fourths[i] is not None:
+            unit = max(unit, _LEAST_AFTER_ONE)
         if unit > 16 * old:
-            self._fourth_powers(i).mul_(min(((old or 1.0) / unit) ** 4, 2.0**120))  # finite, for there may be zeros
+            kept = self._fourths[i]
+            if kept is not None:
+                kept.mul_(((old or 1.0) / unit) ** 4)
             self._units[i] = unit
             self._changes += 1
 

@@ -31,10 +31,10 @@ class Sketch(NamedTuple):
 
 
 class Sketches:
-    """Made of gradients; random signs are drawn once for each width."""
+    """Made of gradients; random vectors are drawn once for each width."""
 
     def __init__(self) -> None:
-        self._signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._vectors: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def of(self, rows: Tensor) -> Sketch:
         """Of the gradient's rows."""
@@ -43,17 +43,16 @@ class Sketches:
         floor = 6e-8 * flat.shape[1] ** 0.5 if rows.dtype == torch.float16 else 0.0
         largest = torch.maximum(wide.amax(1), -wide.amin(1)) if flat.shape[1] else wide.new_zeros(len(wide))
         length = torch.maximum(torch.linalg.vector_norm(wide, dim=1), largest)  # very small numbers have no squares
-        products = torch.stack([wide @ signs for signs in self._of_width(wide)], 1)
+        products = torch.stack([wide @ vector for vector in self._of_width(wide)], 1)
         return Sketch(largest != 0, length, products, _TOLERANCE[rows.dtype], floor)  # NaN is not zero
 
     def _of_width(self, wide: Tensor) -> Tensor:
-        """Two vectors of signs, [2, width]."""
-        key = wide.shape[1], wide.dtype, wide.device
-        if key not in self._signs:
-            generator = torch.Generator(wide.device).manual_seed(0)
-            bits = torch.randint(0, 2, (2, key[0]), generator=generator, device=wide.device, dtype=torch.int8)
-            self._signs[key] = bits.to(wide.dtype).mul_(2).sub_(1)
-        return self._signs[key]
+        """Two random vectors, [2, width]; not of signs, which are orthogonal to sums and differences of few entries."""
+        width, dtype, device = key = wide.shape[1], wide.dtype, wide.device
+        if key not in self._vectors:
+            generator = torch.Generator(device).manual_seed(0)
+            self._vectors[key] = torch.randn((2, width), generator=generator, device=device, dtype=dtype)
+        return self._vectors[key]
 
 
 class Trial:

@@ -106,9 +106,12 @@ def read_outputs(output: object, batch: Batch, class_dim: int, ignore_index: int
 
 
 def _unless_all(valid: Tensor) -> Tensor | None:
-    """None if all positions count, where asking costs nothing: not on a GPU, which would be waited for."""
+    """None if all positions count, where asking costs nothing: not on a GPU, which would be waited for.
+
+    Samples without any position do not count.
+    """
     can_be_asked = valid.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
-    return None if can_be_asked and bool(valid.all()) else valid
+    return None if can_be_asked and valid.numel() and bool(valid.all()) else valid
 
 
 def _samples_first(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:

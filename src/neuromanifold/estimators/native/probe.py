@@ -47,8 +47,8 @@ def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated:
     Noise of type int8 is bits that stand for signs.  v, the leading eigenvector, is positive at the likeliest class, as
     `core.spectrum` has it.
     """
-    logits, noise = logits.contiguous(), noise.contiguous()
-    u, left_out = torch.empty_like(logits), torch.empty(logits.shape[:-1], dtype=torch.bool)
+    logits, noise = logits.contiguous().resolve_neg(), noise.contiguous()  # in memory as they are
+    u, left_out = torch.empty_like(logits), torch.empty(logits.shape[:-1], dtype=torch.bool, device="cpu")
     pointers = (tensor.data_ptr() for tensor in (logits, noise, u, left_out))
     kinds = logits.dtype == torch.float64, noise.dtype == torch.int8
     job = _Job(*pointers, logits.shape[:-1].numel(), logits.shape[-1], *kinds)
