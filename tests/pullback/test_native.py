@@ -273,7 +273,7 @@ def test_a_cache_that_cannot_be_written_to(place, monkeypatch, tmp_path):
 
 
 def processes_that_build(count: int, cache: Path) -> list[Path]:
-    """Several at once, without a word; what is in the cache then."""
+    """Several at once, without a word; the libraries that are in the cache then, each with its digest."""
     code = "from neuromanifold.estimators.native import build; from neuromanifold.pullback.native import square; "
     code += "assert build.library(square.SOURCE, 'add_squares') is not None"
     command, environment = [sys.executable, "-c", code], {**os.environ, "XDG_CACHE_HOME": str(cache)}
@@ -281,7 +281,10 @@ def processes_that_build(count: int, cache: Path) -> list[Path]:
     running = [subprocess.Popen(command, env=environment, **streams) for _ in range(count)]
     assert [process.communicate(timeout=60)[0] for process in running] == [b""] * count
     assert [process.returncode for process in running] == [0] * count
-    return list((cache / "neuromanifold").iterdir())
+    found = sorted((cache / "neuromanifold").iterdir())
+    libraries = [path for path in found if path.suffix == ".so"]
+    assert found == sorted([*libraries, *(path.with_suffix(".digest") for path in libraries)])
+    return libraries
 
 
 @needs_compiler
@@ -301,7 +304,9 @@ def test_a_part_of_a_library_is_replaced(part, tmp_path):
     whole = kept.read_bytes()
     kept.write_bytes(whole[: int(part * len(whole))])
     assert processes_that_build(1, tmp_path) == [kept]
-    assert kept.stat().st_size == len(whole)
+    assert kept.read_bytes() == whole
+    kept.with_suffix(".digest").write_bytes(b"\xff\xfe")
+    assert processes_that_build(1, tmp_path) == [kept]
 
 
 @needs_compiler

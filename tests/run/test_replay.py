@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.pullback import watch as watch_module
-from neuromanifold.pullback.sums import DiagonalSums
+from neuromanifold.pullback.sums import DiagonalSums, Tally
 from neuromanifold.run import loop
 from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.replay import Replay, _Recording
@@ -171,7 +171,7 @@ def test_recorded_logits_are_compared_with_the_models_own() -> None:
     replay, batch = Replay(step, sums, Recorder(step.generator)), Batch((X[:4],), {}, None)
 
     def judged(logits: Tensor) -> bool:
-        return replay._is_right(_Recording(batch, Outputs(logits, None, None), None, 1, ([], []), None, None))
+        return replay._is_right(_Recording(batch, Outputs(logits, None, None), None, 1, Tally([], [], 0), None, None))
 
     logits = model(X[:4]).detach()
     assert judged(logits)
@@ -337,3 +337,13 @@ def test_a_recording_does_not_look_for_late_gradients(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "Replay", Recorded)
     nm.fisher_diagonal(Gated(), gated_data(20), nm.Hutchinson(), unchecked, replay=True)
     assert Recorded.last.replayed >= 12
+
+
+def test_replayed_batches_count_as_many_samples_as_they_have(both: Callable[..., Runs]) -> None:
+    """Which batches have their fourth powers taken depends on how many samples have been seen."""
+    many, few = list(inputs(4, 24, 6)), list(inputs(60, 2, 6, seed=1))
+    data = [*few[:6], *many, *few[6:]]
+    wide = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 600), nn.Tanh(), nn.Linear(600, 5))
+    expected, found = both(wide, data)
+    assert Recorded.last.replayed >= 20
+    assert_equal(found, expected)

@@ -59,6 +59,24 @@ class GradientSums(Protocol):
         """Between batches: read back what is needed, and decide what is done with the next one."""
 
 
+class Tally(NamedTuple):
+    """Samples of each parameter that have been seen, and whose fourth powers were taken; samples of the last batch."""
+
+    seen: list[int]
+    taken: list[int]
+    of_batch: int
+
+    def since(self, before: Tally) -> Tally:
+        """What a batch has added."""
+        seen, taken = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], self[:2], strict=True))
+        return Tally(seen, taken, self.of_batch)
+
+    def plus(self, more: Tally) -> Tally:
+        """With what a batch adds."""
+        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(self[:2], more[:2], strict=True))
+        return Tally(seen, taken, more.of_batch)
+
+
 class DiagonalSums:
     """Σ g² for each entry, and Σ c g⁴ for its error bar, in float32 or better whatever the model's precision.
 
@@ -162,13 +180,13 @@ class DiagonalSums:
         """All that differs from batch to batch in what is done with one, apart from its shapes."""
         return self._takes and self._keeps, self._changes, self._small.moves
 
-    def tally(self) -> tuple[list[int], list[int]]:
-        """How many samples have been seen and taken of each parameter."""
-        return list(self._seen), list(self._taken)
+    def tally(self) -> Tally:
+        """How many samples have been counted so far."""
+        return Tally(list(self._seen), list(self._taken), self._of_batch)
 
-    def set_tally(self, tally: tuple[list[int], list[int]]) -> None:
+    def set_tally(self, tally: Tally) -> None:
         """Go back to, or on to, other numbers."""
-        self._seen, self._taken = list(tally[0]), list(tally[1])
+        self._seen, self._taken, self._of_batch = list(tally.seen), list(tally.taken), tally.of_batch
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Between batches, all that the rest of a run depends on: tensors and numbers."""

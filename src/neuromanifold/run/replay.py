@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from neuromanifold.pullback.sums import DiagonalSums, GradientSums
+from neuromanifold.pullback.sums import DiagonalSums, GradientSums, Tally
 from neuromanifold.pullback.watch import Watch
 from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.step import Step
@@ -103,7 +103,7 @@ class _Recording:
     outputs: Outputs
     found: Found | None  # whether the outputs are good
     passes: int
-    tally: tuple[list[int], list[int]]  # samples that the sums count
+    tally: Tally  # samples that the sums count
     forward: Any
     backward: Any
     replayed: int = 0
@@ -204,10 +204,9 @@ class Replay:
             passes, step.squares.passes = step.squares.passes - passes, passes
             counted = sums.tally()
             sums.set_tally(tally)
-        more = tuple([b - a for a, b in zip(*pair, strict=True)] for pair in zip(tally, counted, strict=True))
         kept = outputs._replace(logits=outputs.logits.detach())
         first = found[0] if found else None
-        self._recordings[key] = _Recording(own, kept, first, passes, (more[0], more[1]), forward, backward)
+        self._recordings[key] = _Recording(own, kept, first, passes, counted.since(tally), forward, backward)
 
     def _replay(self, recording: _Recording, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
         for own, new in zip(_tensors(tuple(recording.batch)), _tensors(tuple(batch)), strict=True):
@@ -223,9 +222,7 @@ class Replay:
         recording.backward.replay()
         self.replayed += 1
         self._step.squares.passes += recording.passes
-        both = zip(sums.tally(), recording.tally, strict=True)
-        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in both)
-        sums.set_tally((seen, taken))
+        sums.set_tally(sums.tally().plus(recording.tally))
         if recording.found is not None:
             self._step.validation.look_later(recording.found.clone(), number)
         return recording.outputs

@@ -22,7 +22,7 @@ from neuromanifold.estimators.kernels import wish
 _FLAGS = ("-O3", "-shared", "-fPIC")
 _THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
 _LIMIT = 60.0  # seconds
-_SEAL = 16  # bytes
+_SEAL = ".digest"
 
 
 def library(source: Path, function: str) -> ctypes.CDLL | None:
@@ -56,10 +56,10 @@ def _load_or_build(source: Path, function: str, compiler: list[str]) -> ctypes.C
     name = f"{source.stem}-{hashlib.blake2b(b'|'.join(made_from), digest_size=12).hexdigest()}.so"
     try:
         kept = _cache() / name
-        if kept.exists() and _is_whole(kept):
+        if _is_whole(kept):
             return _load(kept, function)
-    except (OSError, RuntimeError, AttributeError):
-        pass  # no home, or not a library: to be made again
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        pass  # no home, nothing there, or not a library: to be made again
     command = [*compiler, *flags, str(source), "-lm"]
     try:
         _cache().mkdir(parents=True, exist_ok=True)
@@ -71,23 +71,24 @@ def _load_or_build(source: Path, function: str, compiler: list[str]) -> ctypes.C
 
 
 def _build(command: list[str], function: str, made: Path, kept: Path | None) -> ctypes.CDLL:
-    """Compile, and load; what works is kept, with a digest of it at its end."""
+    """Compile, and load; what works is kept, with a digest of it beside it."""
     _run([*command, "-o", str(made)])
-    made.write_bytes(made.read_bytes() + _digest(made.read_bytes()))
     found = _load(made, function)
     if kept is not None:
+        seal = made.with_suffix(_SEAL)
+        seal.write_text(_digest(made))
         made.replace(kept)
+        seal.replace(kept.with_suffix(_SEAL))
     return found
 
 
 def _is_whole(kept: Path) -> bool:
     """Whether nothing is missing: loading a part of a library may end the process."""
-    values = kept.read_bytes()
-    return _digest(values[:-_SEAL]) == values[-_SEAL:]
+    return kept.with_suffix(_SEAL).read_text() == _digest(kept)
 
 
-def _digest(values: bytes) -> bytes:
-    return hashlib.blake2b(values, digest_size=_SEAL).digest()
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 @functools.cache
