@@ -15,6 +15,7 @@ from neuromanifold.run import loop
 from neuromanifold.run.batches import Batch, Outputs
 from neuromanifold.run.replay import Replay, _Recording
 from neuromanifold.run.step import Settings, Step
+from tests.pullback.test_watch import Gated, gated_data
 from tests.run.graphs import Graph, Recorded, Recorder
 from tests.run.test_contract import X, Y
 from tests.run.test_contract import network as contract_network
@@ -304,29 +305,10 @@ def test_recordings_of_a_model_that_was_not_told_are_not_used_once_it_is(monkeyp
     assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(), unchecked))
 
 
-class Gated(nn.Module):
-    """A layer that has a gradient only where the first entry of x is large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.layer(x)) * (x[:, :1] > 2))
-        return out
-
-
-def gated_data(open_from: int) -> list[Tensor]:
-    data = list(inputs(20, 4, 6).clamp(max=1))
-    for x in data[open_from:]:
-        x[::2, 0] = 3
-    return data
-
-
 @pytest.mark.parametrize("open_from", [3, 12, 18, 20], ids=["early", "late", "at the end", "never"])
 def test_gradients_that_come_late_are_tried_out(open_from: int, both: Callable[..., Runs]) -> None:
     """Until then nothing is read back while batches are recorded; then a batch is done as always."""
-    expected, found = both(Gated(), gated_data(open_from))  # a warning would be an error
+    expected, found = both(Gated().double(), gated_data(open_from, 20))  # a warning would be an error
     assert Recorded.last.replayed >= 8
     assert_equal(found, expected)
 
@@ -335,7 +317,7 @@ def test_a_recording_does_not_look_for_late_gradients(monkeypatch: pytest.Monkey
     """As on a GPU, where that is done after 1, 2, 4, 8, ... batches, and ends a recording."""
     monkeypatch.setattr(watch_module, "_TRIALS", 0)
     monkeypatch.setattr(loop, "Replay", Recorded)
-    nm.fisher_diagonal(Gated(), gated_data(20), nm.Hutchinson(), unchecked, replay=True)
+    nm.fisher_diagonal(Gated().double(), gated_data(20, 20), nm.Hutchinson(), unchecked, replay=True)
     assert Recorded.last.replayed >= 12
 
 

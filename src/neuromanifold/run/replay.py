@@ -242,12 +242,12 @@ class Replay:
         hidden, and attention with a mask takes longer.
         """
         if self._told:
-            return self._give_up(reason)
+            self._give_up(reason)
+            return
         self.finish()
         self._recordings.clear()
         self._times.clear()
         self._told = True
-        return None
 
     def _give_up(self, reason: str) -> None:
         self._sums = None
