@@ -27,7 +27,7 @@ from torch import Tensor
 import neuromanifold as nm
 from neuromanifold.reference import network as reference
 from neuromanifold.run import loop
-from neuromanifold.run.replay import Replay
+from neuromanifold.run.graphs import Replay
 
 LIMITS = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 5e-2}
 ZERO = 1e-20  # of the largest norm: float64's rounding, squared, is 1e-32

@@ -21,9 +21,9 @@ import torch
 from common import table
 from torch import Tensor
 
-from neuromanifold.pullback.kernels import convolution, product
-from neuromanifold.pullback.kernels.pack import pack
-from neuromanifold.pullback.kernels.tiles import CONFIGS
+from neuromanifold.kernels.triton import convolution, product
+from neuromanifold.kernels.triton.pack import pack
+from neuromanifold.kernels.triton.tiles import CONFIGS
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 

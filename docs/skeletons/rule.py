@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.pullback.forms import Dense, Form, Product
-from neuromanifold.pullback.rules import Call
-from neuromanifold.pullback.rules.linear import positions
+from neuromanifold.persample.gradients import Dense, Form, Product
+from neuromanifold.persample.rules import Call
+from neuromanifold.persample.rules.linear import positions
 
 
 class MyLayer(nn.Module):

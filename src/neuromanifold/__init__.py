@@ -2,7 +2,11 @@
 
 from neuromanifold._version import __version__
 from neuromanifold.bounds import NetworkBounds, batches_needed
+from neuromanifold.bounds.run import fisher_bounds
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian, Spectrum
+from neuromanifold.diagnostics.check import check
+from neuromanifold.diagnostics.check_result import Check
+from neuromanifold.diagnostics.forecast import Forecast, forecast
 from neuromanifold.estimators import (
     Empirical,
     Estimator,
@@ -14,31 +18,25 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
-from neuromanifold.pullback.rules import rule
-from neuromanifold.pullback.rules.check import check_rule
-from neuromanifold.reports import methods as _methods  # noqa: F401 (what results draw with)
+from neuromanifold.operators import FisherFactors, FisherMatrix, load
+from neuromanifold.operators.factors import fisher_factors
+from neuromanifold.operators.matrix import fisher_matrix
+from neuromanifold.operators.metric import NotConvergedWarning
+from neuromanifold.operators.operator import FisherOperator, fisher_operator
+from neuromanifold.operators.path_length import path_length
+from neuromanifold.persample.checking.check import check_rule
+from neuromanifold.persample.rules import rule
+from neuromanifold.report import methods as _methods  # noqa: F401 (what results draw with)
 from neuromanifold.results import (
     Comparison,
     DiagonalFisher,
     FileError,
-    FisherFactors,
-    FisherMatrix,
     TraceEstimate,
-    load,
 )
-from neuromanifold.results.metric import NotConvergedWarning
-from neuromanifold.run.bounds import fisher_bounds
-from neuromanifold.run.check import check
-from neuromanifold.run.check_result import Check
 from neuromanifold.run.checkpoint import Checkpoint
-from neuromanifold.run.factors import fisher_factors
 from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
-from neuromanifold.run.forecast import Forecast, forecast
-from neuromanifold.run.geometry import path_length
 from neuromanifold.run.granularity import SlowPathWarning
-from neuromanifold.run.matrix import fisher_matrix
-from neuromanifold.run.operator import FisherOperator, fisher_operator
-from neuromanifold.run.replay import NotReplayedWarning
+from neuromanifold.run.graphs import NotReplayedWarning
 from neuromanifold.run.running import RunningFisher
 
 __all__ = [  # noqa: RUF022 (grouped by stage)

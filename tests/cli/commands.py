@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from neuromanifold.cli.app import app
-from tests.loading.tiny import images, reviews, sentences, sounds, write_csv, write_jsonl
+from tests.hf.tiny import images, reviews, sentences, sounds, write_csv, write_jsonl
 
 Folder = Callable[[str], Path]
 

@@ -1,3 +1,3 @@
-from tests.loading.conftest import folder
+from tests.hf.conftest import folder
 
 __all__ = ["folder"]

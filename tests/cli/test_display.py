@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neuromanifold.cli.display import length, live, texts
-from neuromanifold.run.progress import Seen
+from neuromanifold.problem.progress import Seen
 from tests.cli.commands import own_module
 
 

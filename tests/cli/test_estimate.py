@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.loading import load_data, load_model
+from neuromanifold.hf import load_data, load_model
 from neuromanifold.reference.network import fisher_diagonal
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
-from tests.loading.tiny import save_adapter
+from tests.hf.tiny import save_adapter
 
 KINDS = ("text", "decoder text", "pairs", "tokens", "masked", "causal", "image", "audio")
 

@@ -8,7 +8,7 @@ import pytest
 
 import neuromanifold as nm
 from tests.cli.commands import Folder, bad, good, own_module, run
-from tests.loading.tiny import reviews, save_adapter
+from tests.hf.tiny import reviews, save_adapter
 
 
 def test_nothing_that_is_needed_is_written_over(folder: Folder, tmp_path: Path) -> None:

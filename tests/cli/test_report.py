@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from neuromanifold.cli.app import app
-from tests.reports.results import result, transformer
+from tests.report.results import result, transformer
 
 FIM = result(transformer())
 

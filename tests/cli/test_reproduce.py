@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import neuromanifold as nm
+from neuromanifold.diagnostics.trials import EPSILON
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, curve
 from neuromanifold.experiments.paper.tasks import TASKS
-from neuromanifold.loading import load_data, load_model
-from neuromanifold.run.trials import EPSILON
+from neuromanifold.hf import load_data, load_model
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
 from tests.cli.test_estimate import by_definition
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 import neuromanifold as nm
-from neuromanifold.estimators import kernels
-from neuromanifold.estimators.kernels import lower as module
-from neuromanifold.estimators.kernels.signs import random_words, sign
-from neuromanifold.run.validation import LateValidation
+from neuromanifold.kernels import dispatch as kernels
+from neuromanifold.kernels.dispatch import lower as module
+from neuromanifold.kernels.triton.signs import random_words, sign
+from neuromanifold.problem.validation import LateValidation
 from tests.core import exact
 from tests.core.problems import PROBLEMS
 from tests.zscores import allowed_z_score, worst_z_score

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import neuromanifold as nm
-from neuromanifold.estimators import native
-from neuromanifold.estimators.native import build, probe
+from neuromanifold.kernels import c as native
+from neuromanifold.kernels.c import build, probe
 
 INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -5,7 +5,7 @@ import torch
 
 import neuromanifold as nm
 from neuromanifold.core import Core
-from neuromanifold.estimators import parts
+from neuromanifold.estimators import envelopes as parts
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -13,9 +13,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 import neuromanifold as nm
-from neuromanifold.estimators import kernels
-from neuromanifold.estimators.kernels import probe as module
-from neuromanifold.run.validation import LateValidation
+from neuromanifold.kernels import dispatch as kernels
+from neuromanifold.kernels.dispatch import probe as module
+from neuromanifold.problem.validation import LateValidation
 from tests.zscores import allowed_z_score, worst_z_score
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1" else "cpu"

@@ -15,7 +15,7 @@ from neuromanifold.experiments.paper.pictures import by_components
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.experiments.paper.speed import TIMED, _seconds, measure_speed
 from neuromanifold.experiments.paper.table import as_csv, as_latex, as_text, read_numbers
-from neuromanifold.loading import LoadedData, LoadedModel
+from neuromanifold.hf import LoadedData, LoadedModel
 from neuromanifold.results import comparison
 from neuromanifold.results.comparison import compare
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.results.files import load_tensors
+from tests.problems.architectures import ARCHITECTURES
+from tests.problems.networks import PROBLEMS
+from tests.problems.problem import Net, Problem
 from tests.run import killed_runs
-from tests.run.architectures import ARCHITECTURES
 from tests.run.killed_runs import BrokenError, failing
-from tests.run.networks import PROBLEMS
-from tests.run.problem import Net, Problem
 
 ROOT = Path(__file__).parents[2]
 PROBES: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ def test_failures_change_nothing_where_batches_have_other_shapes(
     probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small, empty and partly ignored ones among them, and the last one smaller; tied weights, and no rule for some."""
-    monkeypatch.setattr("neuromanifold.pullback.sums._ALL_OF", 8)  # fourth powers are thinned out after so many samples
+    monkeypatch.setattr("neuromanifold.persample.sums._ALL_OF", 8)
     torch.manual_seed(0)
     model, data = Odd(), []
     for rows, length in [(0, 3), (5, 3), (0, 2), (1, 3), (6, 2), (6, 3), (2, 3)]:
@@ -215,7 +215,7 @@ from contextlib import suppress
 from pathlib import Path
 import neuromanifold as nm
 from tests.run.killed_runs import BrokenError, failing
-from tests.run.networks import PROBLEMS
+from tests.problems.networks import PROBLEMS
 
 for path in sys.argv[1:]:
     problem = PROBLEMS[Path(path).name]

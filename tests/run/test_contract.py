@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import neuromanifold as nm
-from tests.run.architectures import ARCHITECTURES
+from tests.problems.architectures import ARCHITECTURES
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.run.batches import Outputs
-from neuromanifold.run.cotangents import cotangents
-from neuromanifold.run.validation import LateValidation
-from tests.run.networks import PROBLEMS
+from neuromanifold.problem.batches import Outputs
+from neuromanifold.problem.cotangents import cotangents
+from neuromanifold.problem.validation import LateValidation
+from tests.problems.networks import PROBLEMS
 from tests.run.test_estimators import estimate
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.pullback import sums as sums_module
+from neuromanifold.persample import sums as sums_module
 
 
 def network() -> nn.Sequential:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import neuromanifold as nm
 from neuromanifold.core.sums import square_root
+from neuromanifold.problem.noise import batch_seed
 from neuromanifold.reference import network as reference
-from neuromanifold.run.noise import batch_seed
-from tests.run.architectures import ARCHITECTURES
-from tests.run.networks import PROBLEMS
-from tests.run.problem import Problem
+from tests.problems.architectures import ARCHITECTURES
+from tests.problems.networks import PROBLEMS
+from tests.problems.problem import Problem
 
 ALL = {**PROBLEMS, **ARCHITECTURES}
 # For what is random, a few networks suffice: that gradients are right is seen without randomness, on all of them.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import neuromanifold as nm
-from neuromanifold.run.fingerprint import fingerprint
+from neuromanifold.problem.fingerprint import fingerprint
 
 FACTOR = 2.0
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import neuromanifold as nm
-from neuromanifold.run.batches import Batch, read_outputs
-from tests.run.networks import PROBLEMS
+from neuromanifold.problem.batches import Batch, read_outputs
+from tests.problems.networks import PROBLEMS
 from tests.run.test_contract import MODEL, X, Y, batches, network
 
 EXPECTED = nm.fisher_diagonal(MODEL, [X], seed=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.pullback import kernels
+from neuromanifold.persample import kernels
 
 pytest.importorskip("triton")
 

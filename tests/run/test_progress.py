@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import neuromanifold as nm
-from neuromanifold.run.progress import Lookout, Seen
+from neuromanifold.problem.progress import Lookout, Seen
 
 
 def problem() -> tuple[nn.Module, list[torch.Tensor]]:
@@ -16,8 +16,8 @@ def problem() -> tuple[nn.Module, list[torch.Tensor]]:
 
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuromanifold.run.progress._SECONDS", 0.0)
-    monkeypatch.setattr("neuromanifold.run.progress._SHARE", 1e9)
+    monkeypatch.setattr("neuromanifold.problem.progress._SECONDS", 0.0)
+    monkeypatch.setattr("neuromanifold.problem.progress._SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("every_batch")

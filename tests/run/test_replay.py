@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.pullback import watch as watch_module
-from neuromanifold.pullback.sums import DiagonalSums, Tally
+from neuromanifold.persample import watch as watch_module
+from neuromanifold.persample.sums import DiagonalSums, Tally
+from neuromanifold.problem.batches import Batch, Outputs
 from neuromanifold.run import loop
-from neuromanifold.run.batches import Batch, Outputs
-from neuromanifold.run.replay import Replay, _Recording
+from neuromanifold.run.graphs import Replay, _Recording
 from neuromanifold.run.step import Settings, Step
-from tests.pullback.test_watch import Gated, gated_data
-from tests.run.graphs import Graph, Recorded, Recorder
+from tests.persample.test_watch import Gated, gated_data
+from tests.problems.graphs import Graph, Recorded, Recorder
 from tests.run.test_contract import X, Y
 from tests.run.test_contract import network as contract_network
 from tests.run.test_samplewise import assert_same

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import neuromanifold as nm
-from tests.run.problem import Net
+from tests.problems.problem import Net
 from tests.run.test_contract import MODEL, X, Y, batches, network
 
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import neuromanifold as nm
-from neuromanifold.pullback import forms
-from tests.run.problem import Net
+from neuromanifold.persample import forms
+from tests.problems.problem import Net
 from tests.run.test_contract import MODEL, X
 
 

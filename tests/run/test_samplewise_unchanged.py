@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.pullback.forms import Dense, Form
-from neuromanifold.pullback.rules import Call, registry, rule
+from neuromanifold.persample.gradients import Dense, Form
+from neuromanifold.persample.rules import Call, registry, rule
 from tests.run.test_contract import batches
 from tests.run.test_samplewise import assert_same
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from neuromanifold.problem.noise import batch_seed
 from neuromanifold.results import Provenance
 from neuromanifold.results.provenance import _overlap
-from neuromanifold.run.noise import batch_seed
-from tests.run.networks import PROBLEMS
+from tests.problems.networks import PROBLEMS
 from tests.run.test_contract import MODEL, X, Y, batches
 from tests.zscores import allowed_z_score, worst_z_score
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import neuromanifold as nm
 from neuromanifold.reference import network as reference
-from tests.run.problem import Net
+from tests.problems.problem import Net
 
 Y = torch.tensor([0, 2, 1, 1])
 Data = list[Tensor]

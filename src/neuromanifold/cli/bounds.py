@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from neuromanifold.bounds.run import fisher_bounds
 from neuromanifold.cli.estimators import parse_likelihood
 from neuromanifold.cli.options import Setup, check_output, with_setup
 from neuromanifold.cli.output import output_console
-from neuromanifold.run.bounds import fisher_bounds
 
 BATCHES = 8  # unless told otherwise: every class takes backward passes
 

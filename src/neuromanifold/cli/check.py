@@ -9,7 +9,7 @@ import typer
 from neuromanifold.cli.estimators import parse_estimator, parse_likelihood
 from neuromanifold.cli.options import Setup, with_setup
 from neuromanifold.cli.output import output_console
-from neuromanifold.run.check import check as run_check
+from neuromanifold.diagnostics.check import check as run_check
 
 
 @with_setup

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from neuromanifold.run.progress import Observer, Seen
+from neuromanifold.problem.progress import Observer, Seen
 
 COLUMNS: tuple[str | ProgressColumn, ...] = (
     TextColumn("{task.description}"),

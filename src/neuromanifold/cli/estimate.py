@@ -17,11 +17,11 @@ from neuromanifold.cli.output import output_console, print_line
 from neuromanifold.cli.show import print_result
 from neuromanifold.cli.sizes import sized_data
 from neuromanifold.core.checks import message
-from neuromanifold.loading import LoadedModel
+from neuromanifold.hf import LoadedModel
+from neuromanifold.problem.parameters import select_parameters
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
-from neuromanifold.run.parameters import select_parameters
 
 
 @with_setup

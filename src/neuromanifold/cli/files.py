@@ -6,7 +6,8 @@ from pathlib import Path
 
 from neuromanifold.bounds.result import NetworkBounds
 from neuromanifold.core.checks import message
-from neuromanifold.results import DiagonalFisher, FileError, load
+from neuromanifold.operators import load
+from neuromanifold.results import DiagonalFisher, FileError
 from neuromanifold.results.files import is_json, kind_of
 
 _ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save's files and plain pickles begin with

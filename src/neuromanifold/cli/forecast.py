@@ -10,7 +10,7 @@ from neuromanifold.cli.estimators import parse_estimator, parse_granularity, par
 from neuromanifold.cli.options import Setup, with_setup
 from neuromanifold.cli.output import output_console
 from neuromanifold.cli.sizes import sized_data
-from neuromanifold.run.forecast import forecast as run_forecast
+from neuromanifold.diagnostics.forecast import forecast as run_forecast
 
 
 @with_setup

@@ -12,11 +12,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from neuromanifold.core.checks import message
-from neuromanifold.loading import LoadedModel, Task, load_data, load_model
-from neuromanifold.loading.batches import LoadedData
-from neuromanifold.loading.data import OwnData
-from neuromanifold.loading.models import DTYPES
-from neuromanifold.run.parameters import select_parameters
+from neuromanifold.hf import LoadedModel, Task, load_data, load_model
+from neuromanifold.hf.batches import LoadedData
+from neuromanifold.hf.data import OwnData
+from neuromanifold.hf.models import DTYPES
+from neuromanifold.problem.parameters import select_parameters
 
 _MODEL, _DATA, _RUN = "Model", "Data", "Run"
 _TASKS = ", ".join(Task)

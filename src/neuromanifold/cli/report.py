@@ -10,7 +10,7 @@ from rich.console import Console
 
 from neuromanifold.cli.files import read_diagonal
 from neuromanifold.cli.options import check_output
-from neuromanifold.reports.page import write_page
+from neuromanifold.report.page import write_page
 
 
 def report(

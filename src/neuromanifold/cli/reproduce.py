@@ -16,8 +16,8 @@ from neuromanifold.experiments.paper import Folder, PaperTask, Settings, Source
 from neuromanifold.experiments.paper import reproduce as run_all
 from neuromanifold.experiments.paper.speed import ROUNDS
 from neuromanifold.experiments.paper.tasks import TASKS, find_tasks
-from neuromanifold.loading.models import DTYPES, as_device
-from neuromanifold.run.progress import Observer
+from neuromanifold.hf.models import DTYPES, as_device
+from neuromanifold.problem.progress import Observer
 
 _SOURCES, _RUN = "Instead of the hub", "Run"
 

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from neuromanifold.cli.options import Setup
 from neuromanifold.core.checks import message
-from neuromanifold.loading import LoadedModel
-from neuromanifold.loading.batches import LoadedData
-from neuromanifold.loading.data import OwnData
-from neuromanifold.run.forecast import largest_batch
+from neuromanifold.diagnostics.forecast import largest_batch
+from neuromanifold.hf import LoadedModel
+from neuromanifold.hf.batches import LoadedData
+from neuromanifold.hf.data import OwnData
 
 
 def sized_data(setup: Setup, model: LoadedModel, labels: bool | None, **options: Any) -> LoadedData | OwnData:

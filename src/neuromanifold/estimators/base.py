@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Core
-from neuromanifold.estimators.kernels import Probe
+from neuromanifold.kernels.dispatch import Probe
 
 
 class Estimator(ABC):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.estimators.base import Estimator
-from neuromanifold.estimators.parts import Full, Part, check_part
+from neuromanifold.estimators.envelopes import Full, Part, check_part
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.core.ties import is_differentiated
-from neuromanifold.estimators import kernels, native
 from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.envelopes import Full, Lower, Mixer, Part, check_part
 from neuromanifold.estimators.orthogonal import (
     as_signs,
     orthonormal_noise,
@@ -26,7 +26,8 @@ from neuromanifold.estimators.orthogonal import (
     random_signs,
     remainder,
 )
-from neuromanifold.estimators.parts import Full, Lower, Mixer, Part, check_part
+from neuromanifold.kernels import c as native
+from neuromanifold.kernels import dispatch as kernels
 
 Noise = Literal["rademacher", "gaussian"]
 
@@ -127,9 +128,9 @@ class Hutchinson(Estimator):
         return signs and kernels.usable(core.given) and not is_differentiated(core.given)
 
     def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[kernels.Probe]:
-        """The same probes from one kernel each, `probe` or `lower` in `neuromanifold.estimators.kernels`."""
-        from neuromanifold.estimators.kernels.lower import lower_probe
-        from neuromanifold.estimators.kernels.probe import probe
+        """The same probes from one kernel each, `probe` or `lower` in `neuromanifold.kernels.dispatch`."""
+        from neuromanifold.kernels.triton.lower import lower_probe
+        from neuromanifold.kernels.triton.probe import probe
 
         assert isinstance(core, Categorical)
         z, scale = core.given, 1 / math.sqrt(self.probes)

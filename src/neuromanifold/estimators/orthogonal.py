@@ -27,8 +27,8 @@ from neuromanifold.core.checks import message
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.core.sums import divide, square_root
+from neuromanifold.estimators.envelopes import Mixer
 from neuromanifold.estimators.isometry import complement
-from neuromanifold.estimators.parts import Mixer
 
 ORDERS_OF_THEIR_OWN = 256
 """Up to so many dimensions each distribution has a random order of the axes to itself."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.diagnostics.trials import Trial, timed
 from neuromanifold.estimators import (
     Empirical,
     Estimator,
@@ -30,12 +31,11 @@ from neuromanifold.estimators import (
     Upper,
 )
 from neuromanifold.experiments import Report
+from neuromanifold.problem.batches import model_device
+from neuromanifold.problem.unchanged import unchanged
 from neuromanifold.results import DiagonalFisher
-from neuromanifold.run.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import Granularity
-from neuromanifold.run.trials import Trial, timed
-from neuromanifold.run.unchanged import unchanged
 
 ESTIMATORS: dict[str, Estimator] = {
     "Empirical()": Empirical(),

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message
+from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
-from neuromanifold.run.fingerprint import fingerprint
 from neuromanifold.run.granularity import callers_level
 from neuromanifold.run.step import Settings, Step
 

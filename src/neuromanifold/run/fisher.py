@@ -14,18 +14,18 @@ from neuromanifold._version import __version__
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
-from neuromanifold.pullback.sums import DiagonalSums
-from neuromanifold.pullback.trace_sums import TraceSums
+from neuromanifold.persample.sums import DiagonalSums
+from neuromanifold.persample.trace_sums import TraceSums
+from neuromanifold.problem.batches import model_device
+from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.problem.progress import Lookout, Observer
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.trace import check_reduction, trace_from_passes
-from neuromanifold.run.batches import model_device
 from neuromanifold.run.checkpoint import Checkpoint
-from neuromanifold.run.fingerprint import fingerprint
 from neuromanifold.run.granularity import Granularity, choose_granularity
 from neuromanifold.run.interrupts import OnInterrupt, check_on_interrupt
 from neuromanifold.run.loop import Counts, Keeping, run
-from neuromanifold.run.parameters import Selection, select_parameters
-from neuromanifold.run.progress import Lookout, Observer
 from neuromanifold.run.step import Settings
 
 Likelihood = Callable[[Tensor], Core]

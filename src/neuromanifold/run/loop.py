@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from neuromanifold.core.checks import message
-from neuromanifold.pullback.sums import GradientSums
-from neuromanifold.run.batches import model_device, read_batch
+from neuromanifold.persample.sums import GradientSums
+from neuromanifold.problem.batches import model_device, read_batch
+from neuromanifold.problem.progress import Seen, tracked
+from neuromanifold.problem.unchanged import unchanged
 from neuromanifold.run.checkpoint import Checkpoint, KeepableSums, Kept, identity_of
+from neuromanifold.run.graphs import Replay
 from neuromanifold.run.interrupts import Interrupts, OnInterrupt
-from neuromanifold.run.progress import Seen, tracked
-from neuromanifold.run.replay import Replay
 from neuromanifold.run.step import Settings, Step
-from neuromanifold.run.unchanged import unchanged
 
 
 @dataclass

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
-from neuromanifold.pullback.batch import BatchPullback, involves_half
+from neuromanifold.persample.batch import BatchPullback, involves_half
+from neuromanifold.problem.batches import model_device
+from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.run.batches import model_device
 from neuromanifold.run.granularity import choose_granularity
-from neuromanifold.run.noise import batch_seed
-from neuromanifold.run.parameters import Selection, select_parameters
 
 
 class RunningFisher:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.estimators import Estimator, Exact
-from neuromanifold.pullback.batch import BatchPullback, involves_half, largest_scale
-from neuromanifold.pullback.samples import SamplePullback
-from neuromanifold.pullback.sums import GradientSums, Pass
-from neuromanifold.pullback.watch import Watch
-from neuromanifold.run.batches import Outputs, model_device
-from neuromanifold.run.cotangents import Cotangent, by_position, by_sample
+from neuromanifold.persample.batch import BatchPullback, involves_half, largest_scale
+from neuromanifold.persample.samples import SamplePullback
+from neuromanifold.persample.sums import GradientSums, Pass
+from neuromanifold.persample.watch import Watch
+from neuromanifold.problem.batches import Outputs, model_device
+from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.run.granularity import Granularity, SlowPathWarning, callers_level
 
 Evaluate = Callable[[], Outputs]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from neuromanifold.core import Core
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator
-from neuromanifold.pullback.sums import GradientSums
-from neuromanifold.run.batches import Batch, Outputs, read_outputs
-from neuromanifold.run.cotangents import cotangents
+from neuromanifold.persample.sums import GradientSums
+from neuromanifold.problem.batches import Batch, Outputs, read_outputs
+from neuromanifold.problem.cotangents import cotangents
+from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.validation import LateValidation
 from neuromanifold.run.granularity import Granularity
-from neuromanifold.run.noise import batch_seed
 from neuromanifold.run.squares import make_squares
-from neuromanifold.run.validation import LateValidation
 
 
 @dataclass(frozen=True)

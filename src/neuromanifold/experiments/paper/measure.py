@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.diagnostics.trials import EPSILON, short_name
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
 from neuromanifold.experiments.paper.folder import Folder, versions
 from neuromanifold.experiments.paper.sources import Prepared
-from neuromanifold.loading import Task
+from neuromanifold.hf import Task
+from neuromanifold.problem.batches import model_device
+from neuromanifold.problem.progress import Observer
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare
 from neuromanifold.results.diagonal import load_diagonal
-from neuromanifold.run.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
-from neuromanifold.run.progress import Observer
-from neuromanifold.run.trials import EPSILON, short_name
 
 Watch = Callable[[str, int], AbstractContextManager[Observer | None]]
 """What is run, over how many batches: gives what shall be told how far it is."""

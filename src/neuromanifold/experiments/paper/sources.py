@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from neuromanifold.diagnostics.memory import free
 from neuromanifold.experiments.paper.folder import Folder, Settings
 from neuromanifold.experiments.paper.tasks import PaperTask
-from neuromanifold.loading import LoadedData, LoadedModel, LoadError, load_data, load_model
-from neuromanifold.loading.columns import USUAL, parse_columns
-from neuromanifold.loading.data import OwnData
-from neuromanifold.loading.errors import hub_error
-from neuromanifold.loading.functions import is_function_name
-from neuromanifold.loading.tables import SUFFIXES, read_table
-from neuromanifold.loading.tasks import Task
-from neuromanifold.run.fingerprint import fingerprint
-from neuromanifold.run.memory import free
+from neuromanifold.hf import LoadedData, LoadedModel, LoadError, load_data, load_model
+from neuromanifold.hf.columns import USUAL, parse_columns
+from neuromanifold.hf.data import OwnData
+from neuromanifold.hf.errors import hub_error
+from neuromanifold.hf.functions import is_function_name
+from neuromanifold.hf.tables import SUFFIXES, read_table
+from neuromanifold.hf.tasks import Task
+from neuromanifold.problem.fingerprint import fingerprint
 
 _PART = 4  # of the free memory, one in so many
 _LOCAL = {"model": "FOLDER", "data": "FILE"}

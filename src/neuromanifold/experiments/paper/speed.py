@@ -25,7 +25,7 @@ from torch import Tensor
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column
 from neuromanifold.experiments.paper.folder import Folder
 from neuromanifold.experiments.paper.sources import Prepared
-from neuromanifold.run.batches import model_device
+from neuromanifold.problem.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import SlowPathWarning
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from neuromanifold.core.checks import message
-from neuromanifold.loading import Task
+from neuromanifold.hf import Task
 
 _PRINTED = (
     "squared_batch_gradient",

@@ -1,0 +1,89 @@
+"""Norms of sums over all x, which bound and actual value of section 3 are compared in: exact, or by random products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.bounds.network import empirical_spectral_error, pair_squares
+from neuromanifold.bounds.norms import Norm, Product, frobenius_norm, spectral_norm
+from neuromanifold.bounds.result import Actual
+from neuromanifold.core import Categorical, Core
+from neuromanifold.operators.operator import Middle, metric_operator
+from neuromanifold.run.step import Settings
+
+_SKETCH, _PROBES, _LANCZOS = 4, 8, 24  # products with random vectors
+_NUMBERS = 2**27  # in blocks of these
+
+
+def exact_norms(gram: Tensor, core: Categorical, labels: Tensor | None, seed: int) -> Actual:
+    """From the inner products [N·C, N·C] of all ∂z_c(x)/∂θ."""
+    upper, lower = pair_squares(gram, core)
+    errors = {k + 1: Norm(float(squares.sum()) ** 0.5) for k, squares in enumerate(lower)}
+    generator = torch.Generator().manual_seed(seed)
+    spectral = None if labels is None else Norm(empirical_spectral_error(gram, core, labels, generator))
+    return Actual(Norm(float(upper.sum()) ** 0.5), errors, spectral, "exact, from inner products between samples")
+
+
+def estimated_norms(
+    model: nn.Module,
+    data: Iterable[object],
+    parameters: dict[str, nn.Parameter],
+    settings: Settings,
+    rank: int,
+    classes: int,
+    has_labels: bool,
+) -> tuple[Actual, int]:
+    """From products with random vectors, each a pass over the data; and how many there were."""
+    size = sum(parameter.numel() for parameter in parameters.values())
+    sketch, products = max(1, min(_SKETCH, _NUMBERS // max(1, size))), 0
+
+    def product_of(middle: Middle, number: int) -> tuple[Product, torch.Generator, torch.dtype]:
+        operator = metric_operator(model, data, parameters, settings, middle, "sum")
+
+        def product(v: Tensor) -> Tensor:
+            nonlocal products
+            products += v.shape[1] if v.ndim > 1 else 1
+            return operator.matvec(v)
+
+        return product, torch.Generator(operator.device).manual_seed(settings.seed + number), operator.precision
+
+    def below(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
+        del labels
+        return _below(core, rank, v)
+
+    found = [Norm(0.0), Norm(0.0)]  # of rank C - 1, F^LR is F
+    for number, middle in enumerate((_above, below) if rank < classes - 1 else (_above,)):
+        product, generator, dtype = product_of(middle, number)
+        like = torch.zeros(size, 1, dtype=dtype, device=generator.device)
+        found[number] = frobenius_norm(product, like, sketch, _PROBES, generator)
+    how, spectral = f"estimated from {products} products with random vectors", None
+    if has_labels:
+        product, generator, dtype = product_of(_off_label, 0)
+        start = torch.randn(size, generator=generator, dtype=dtype, device=generator.device)
+        spectral = spectral_norm(product, start, _LANCZOS, rtol=1e-3)
+        how += ", ‖F - F^emp‖_σ by Lanczos (from below)"
+    return Actual(found[0], {rank: found[1]}, spectral, how), products
+
+
+def _above(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
+    """p pᵀ v."""
+    del labels
+    assert isinstance(core, Categorical)
+    return core.probs * (core.probs * v).sum(-1, keepdim=True)
+
+
+def _below(core: Core, rank: int, v: Tensor) -> Tensor:
+    """M v without the leading eigenpairs."""
+    values, vectors = core.spectrum(rank)  # [R, k], [R, k, C]
+    along = (vectors @ v[..., None]) * values[..., None]  # [R, k, 1]
+    return core.matvec(v) - (vectors.mT @ along)[..., 0]
+
+
+def _off_label(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
+    """(M - R(y)) v."""
+    assert labels is not None
+    score = core.score(labels)
+    return core.matvec(v) - score * (score * v).sum(-1, keepdim=True)

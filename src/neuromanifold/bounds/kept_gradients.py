@@ -1,0 +1,88 @@
+"""Gradients of all classes, kept for inner products between samples as long as they are few."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.persample.gradients.stacks import Flat, Stack, gram
+
+_ROWS = 3000  # N·C: a Gram matrix of 72 MB
+_NUMBERS = 2**26  # of gradients, in the forms that layers have them in
+
+
+class Chunk(NamedTuple):
+    """Some distributions of one batch."""
+
+    rows: Tensor  # their numbers among all, [n]
+    stacks: dict[int, Stack]  # by parameter
+    scale: float  # gradients are so many times too large
+
+
+class KeptGradients:
+    """Keeps until it would be too much; then it gives up, and lets go of everything."""
+
+    def __init__(self, keeps: bool, limited: bool) -> None:
+        self.keeps, self._limited = keeps, limited
+        self._chunks: list[Chunk] = []
+        self._numbers = self._rows = 0
+
+    def add(self, i: int, one: Stack, index: Tensor, chunk: Chunk) -> None:
+        """Gradients of the samples `index` of a stack."""
+        if not self.keeps or not len(index):
+            return
+        self._numbers += one.numbers * len(index) // max(1, one.samples)
+        if self._limited and self._numbers > _NUMBERS:
+            self.give_up()
+            chunk.stacks.clear()
+            return
+        taken = one.take(index.to(one.device))
+        before = chunk.stacks.get(i)
+        chunk.stacks[i] = taken if before is None else _joined(before, taken)
+
+    def end_chunk(self, chunk: Chunk, classes: int) -> None:
+        """All parameters of a chunk are there."""
+        self._rows += len(chunk.rows) * classes
+        if self._limited and self._rows > _ROWS:
+            self.give_up()
+        if self.keeps and len(chunk.rows):
+            self._chunks.append(chunk)
+
+    def give_up(self) -> None:
+        """Too many."""
+        self.keeps, self._chunks = False, []
+
+    def gram(self, classes: int) -> Tensor:
+        """⟨∂z_c(x)/∂θ, ∂z_d(x')/∂θ⟩ for all x and classes, [N·C, N·C] in float64, x in the order of the data."""
+        sizes = [len(chunk.rows) for chunk in self._chunks]
+        starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        total = torch.zeros(starts[-1] * classes, starts[-1] * classes, dtype=torch.float64)
+        for i in sorted({i for chunk in self._chunks for i in chunk.stacks}):
+            have = [k for k, chunk in enumerate(self._chunks) if i in chunk.stacks]
+            index = torch.cat([torch.arange(starts[k] * classes, starts[k + 1] * classes) for k in have])
+            total[index[:, None], index] += gram([self._chunks[k].stacks[i] for k in have]).cpu()
+        scales = torch.tensor([chunk.scale for chunk in self._chunks], dtype=torch.float64)
+        scales = scales.repeat_interleave(torch.tensor(sizes) * classes)
+        order = torch.argsort(torch.cat([chunk.rows for chunk in self._chunks]))
+        places = (order[:, None] * classes + torch.arange(classes)).flatten()
+        return (total / (scales[:, None] * scales))[places[:, None], places]
+
+
+def _joined(a: Stack, b: Stack) -> Stack:
+    """Samples that came one by one, for lack of a rule."""
+    assert isinstance(a, Flat)
+    assert isinstance(b, Flat)
+    values = [
+        None
+        if x is None and y is None
+        else torch.cat([_zeros(y, a) if x is None else x, _zeros(x, b) if y is None else y])
+        for x, y in zip(a.values, b.values, strict=True)
+    ]
+    return Flat(values, a.shape)
+
+
+def _zeros(like: Tensor | None, stack: Stack) -> Tensor:
+    assert like is not None
+    return like.new_zeros(stack.samples, *like.shape[1:])

@@ -1,0 +1,271 @@
+"""`nm.forecast`: what a run will take, from its first batches; and the largest batch size that fits.
+
+first batch         rules are tried out, kernels compiled: timed apart
+the next ones       seconds per batch: waiting for the data, and working on them
+memory              on a GPU the peak of these batches; on a CPU from what there must be room for (`memory.py`)
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from neuromanifold.core import Categorical
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.diagnostics import memory
+from neuromanifold.diagnostics.memory import PeakMemory
+from neuromanifold.estimators import Estimator
+from neuromanifold.problem.batches import model_device, read_batch
+from neuromanifold.problem.parameters import Selection
+from neuromanifold.results import DiagonalFisher
+from neuromanifold.run.fisher import Likelihood, fisher_diagonal
+from neuromanifold.run.granularity import Granularity, SlowPathWarning
+from neuromanifold.run.loop import check_data
+
+_LONG = 20.0  # seconds after which no further batch is tried
+_ROOM = 0.8  # of the free memory: later batches may be longer
+_GAIN = 0.95  # a larger batch must lower the seconds of a sample to that
+_HEADER = 2**12  # bytes of a file, about, for names and provenance
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take.  Prints as a table."""
+
+    model: str
+    estimator: str
+    device: str
+    batches: int | None  # of the data, where their number is known
+    samples: float  # of a batch
+    passes: float  # backward passes for each batch
+    seconds_first: float  # the first batch, with all that is found out or compiled only once
+    seconds_waiting: float  # for the data of a batch
+    seconds_working: float  # on a batch
+    memory: int  # bytes of tensors on the device, at the most; on a CPU the allocator may hold three times as many
+    file: int  # bytes of the result's file; a checkpoint has about as many
+    tried: int  # batches that this is taken from
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """Waiting and working."""
+        return self.seconds_waiting + self.seconds_working
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run, where the number of batches is known."""
+        if self.batches is None:
+            return None
+        return self.seconds_first + max(0, self.batches - 1) * self.seconds_per_batch
+
+    def __str__(self) -> str:
+        number = "as many as there are" if self.batches is None else f"{self.batches:,}"
+        passes = f"{self.passes:.4g} backward " + ("pass" if self.passes == 1 else "passes")
+        rows = {
+            "batches": f"{number}, of {self.samples:.4g} samples, {passes} each",
+            "first batch": duration(self.seconds_first),
+            "each further": f"{duration(self.seconds_per_batch)}, {duration(self.seconds_waiting)} waiting for data",
+            "all": "unknown: the data have no length" if self.seconds is None else duration(self.seconds),
+            "memory": size(self.memory),
+            "result file": size(self.file),
+        }
+        title = f"Forecast for {self.model} on {self.device}, from {self.tried} of its batches"
+        width = max(map(len, rows))
+        return "\n".join([title, self.estimator, *(f"{name.ljust(width)}  {text}" for name, text in rows.items())])
+
+
+def forecast(
+    model: nn.Module,
+    data: Iterable[object],
+    estimator: Estimator | None = None,
+    likelihood: Likelihood = Categorical,
+    parameters: Selection = None,
+    granularity: Granularity = "auto",
+    batches: int = 3,
+    class_dim: int = -1,
+    batch_dim: int = 0,
+    ignore_index: int = -100,
+    replay: bool = False,
+) -> Forecast:
+    """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
+
+    Prints as a table.  Arguments as in `fisher_diagonal`, and:
+
+    Args:
+        model: nothing of it is changed.
+        data: its first batches are used; a generator has lost them afterwards.
+        estimator: how.
+        likelihood: what the outputs mean.
+        parameters: which.
+        granularity: what is squared.
+        batches: how many to try; the first is timed apart, and after 20 seconds no further one is tried.
+        class_dim: as in `fisher_diagonal`.
+        batch_dim: as in `fisher_diagonal`.
+        ignore_index: as in `fisher_diagonal`.
+        replay: as in `fisher_diagonal`; give it enough batches to get to replays.
+    """
+    batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
+    check_data(data)
+    clock, parameters = _Clock(model_device(model)), _reusable(parameters)
+
+    def run(items: Iterable[object]) -> DiagonalFisher:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SlowPathWarning)
+            return fisher_diagonal(
+                model,
+                items,
+                estimator,
+                likelihood,
+                parameters,
+                granularity=granularity,
+                class_dim=class_dim,
+                batch_dim=batch_dim,
+                ignore_index=ignore_index,
+                replay=replay,
+            )
+
+    result = run(clock.timed(islice(data, batches)))
+    p = result.provenance
+    return Forecast(
+        model=p.model,
+        estimator=p.estimator,
+        device=p.device,
+        batches=_length(data),
+        samples=result.count / p.batches,
+        passes=p.passes / p.batches,
+        seconds_first=clock.waiting[0] + clock.working[0],
+        seconds_waiting=median(clock.waiting[1:] or clock.waiting),
+        seconds_working=median(clock.working[1:] or clock.working),
+        memory=clock.peak(run),
+        file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
+        tried=p.batches,
+    )
+
+
+def largest_batch(
+    model: nn.Module, make_data: Callable[[int], Iterable[object]], most: int = 1024, **options: Any
+) -> int:
+    """The batch size, a power of two, to run with: doubled while it fits, and while a sample takes less time with it.
+
+    Args:
+        model: nothing of it is changed.
+        make_data: gives the data in batches of a size; two of them are run with each size.
+        most: not more than that.
+        options: of `forecast`.
+
+    It fits if no memory runs out, and a fifth of what is free is left for batches that are longer than the first ones.
+    """
+    most = integer_in_range(most, "most", 1, 2**40, "a batch size")
+    device, fastest = model_device(model), float("inf")
+
+    def attempt(size: int) -> bool:
+        nonlocal fastest
+        _clean(device)
+        there = memory.free(device)
+        found = forecast(model, make_data(size), batches=2, **options)
+        seconds, slowest = found.seconds_working / found.samples, _GAIN * fastest
+        fastest = min(fastest, seconds)
+        return (there is None or found.memory <= _ROOM * there) and seconds <= slowest
+
+    best = memory.largest_that_fits(attempt, most)
+    _clean(device)
+    if not best:
+        advice = "Use a smaller model or precision, fewer `parameters`, or shorter inputs."
+        raise MemoryError(message("model", "one that fits into memory", "too little room for a single sample", advice))
+    return best
+
+
+class _Clock:
+    """Looks at the time between batches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waiting: list[float] = []
+        self.working: list[float] = []
+        self.item: object = None  # the largest batch
+        self._largest = -1
+
+    def timed(self, items: Iterable[object]) -> Iterator[object]:
+        """Batches, as long as they do not take long."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start = self._now()
+        for item in items:
+            begun = self._now()
+            self.waiting.append(begun - start)
+            self._remember(item)
+            yield item
+            start = self._now()
+            self.working.append(start - begun)
+            if sum(self.working) > _LONG:
+                return
+
+    def peak(self, run: Callable[[Iterable[object]], object]) -> int:
+        """Bytes at the most: those of the batches so far on a GPU, else those of the largest one, done again."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        found = PeakMemory()
+        with found, suppress(ValueError):  # none of its samples counts: all has been done by then
+            run([self.item] * (2 if self.working[0] < _LONG / 4 else 1))
+        return found.most
+
+    def _remember(self, item: object) -> None:
+        """The batch with the most numbers."""
+        leaves = tree_leaves(tuple(read_batch(item, len(self.working))))
+        numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if numbers > self._largest and self.device.type != "cuda":
+            self.item, self._largest = item, numbers
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _reusable(parameters: Selection) -> Selection:
+    """A generator of patterns can be gone through once only."""
+    if parameters is None or callable(parameters) or isinstance(parameters, str):
+        return parameters
+    return list(parameters)
+
+
+def _length(data: object) -> int | None:
+    with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
+        return len(data) if isinstance(data, Sized) else None
+    return None
+
+
+def _clean(device: torch.device) -> None:
+    """Give back what an attempt has left: otherwise the next one has less room."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 3.2 ms, 4.5 s, 12 min, 3 h 20 min."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.2g} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def size(count: float) -> str:
+    """Bytes, as 3.2 MB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,1 @@
+"""Kernels for GPUs (Triton) and CPUs (C); `dispatch` decides which one runs."""

@@ -1,0 +1,62 @@
+"""Gradients of single samples, as the kernel for their powers takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neuromanifold.kernels.c import build
+
+SOURCE = Path(__file__).with_name("powers.c")
+_ALONE = 2**17  # numbers that one thread does before others are woken
+
+
+class _Part(ctypes.Structure):
+    """As in powers.c."""
+
+    _fields_ = (("values", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("width", "stride", "at")))
+
+
+class _Job(ctypes.Structure):
+    """As in powers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "squares", "fourths")),
+        *((name, ctypes.c_int64) for name in ("count", "N")),
+        *((name, ctypes.c_double) for name in ("factor", "weight")),
+        ("next", ctypes.c_int64),
+    )
+
+
+def takes_powers(values: Sequence[Tensor]) -> bool:
+    """Whether `add_powers` can do these: float32 on a CPU, a compiler, and nobody who records torch's operations."""
+    if any(type(v) is not Tensor or v.device.type != "cpu" or v.dtype != torch.float32 for v in values):
+        return False
+    if torch._C._len_torch_dispatch_stack() or build.library(SOURCE, "add_powers") is None:
+        return False
+    return torch.get_num_threads() == 1 or build.parallel() is not None
+
+
+def add_powers(
+    values: Sequence[Tensor], scale: float, weight: float, squares: Tensor, fourths: Tensor | None = None
+) -> None:
+    """For gradients [n, *shape] of some parameters, whose sums stand one after the other.
+
+    Adds Σ_n (g/scale)² to squares, which are float32, and weight Σ_n (g/scale)⁴ to fourths, which are float64.
+    """
+    rows = [v.reshape(v.shape[0], v.shape[1:].numel()) for v in values]
+    rows = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
+    places = accumulate((row.shape[1] for row in rows), initial=0)
+    found = (_Part(row.data_ptr(), row.shape[1], row.stride(0), at) for row, at in zip(rows, places, strict=False))
+    parts = (_Part * len(rows))(*found)
+    job = _Job(ctypes.addressof(parts), squares.data_ptr(), None if fourths is None else fourths.data_ptr(), len(rows))
+    job.N, job.factor, job.weight = rows[0].shape[0], 1 / scale, weight
+    threads = torch.get_num_threads() if squares.numel() * job.N > _ALONE else 1
+    library = build.library(SOURCE, "add_powers")
+    assert library is not None
+    library.add_powers(ctypes.byref(job), build.parallel(), threads)

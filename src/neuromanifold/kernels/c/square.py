@@ -1,0 +1,224 @@
+"""Tensors, as the kernel takes them: pointers, strides, and tables of where positions lie.
+
+Letters: n sample, g group, t position, o row of the parameter, c channel, k tap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.kernels.c import build
+
+if TYPE_CHECKING:
+    from neuromanifold.persample.gradients.base import Accumulators
+
+SOURCE = Path(__file__).with_name("square.c")
+LEAST = 2**18  # multiplications: for less, nothing need be compiled
+_LARGEST = 2**24  # image of a block's channels: each thread copies one
+_FILLED, _OF_A_GROUP = 0.25, 16  # of a tile at least; and rows, so that what is packed is used more than once
+_COLUMNS, _ROWS, _BLOCK = {True: 256, False: 576}, 128, 2**16 + 2**13  # of a block; the former for one tap
+
+
+class _Job(ctypes.Structure):
+    """As in square.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("left", "right", "squares", "fourths")),
+        *((name, ctypes.c_void_p) for name in ("left_at", "right_at", "taps", "source")),
+        *((name, ctypes.c_int64) for name in "NGTOCKP"),
+        *((name, ctypes.c_int64) for name in ("left_n", "left_g", "left_o", "right_n", "right_g", "right_c")),
+        *((name, ctypes.c_int64) for name in ("block_o", "block_c")),
+        *((name, ctypes.c_float) for name in ("factor", "square_factor", "fourth_factor")),
+        ("next", ctypes.c_int64),
+    )
+
+
+class _Tables(NamedTuple):
+    """Where things lie: positions of left, and of windows of right, their taps; pixels if right is to be copied."""
+
+    left_at: Tensor
+    right_at: Tensor
+    taps: Tensor
+    source: Tensor | None = None
+
+
+class _Side(NamedTuple):
+    """A tensor and its strides."""
+
+    values: Tensor
+    n: int
+    g: int
+    last: int  # of rows or channels
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """As the kernel takes them."""
+        return self.n, self.g, self.last
+
+
+class _Sizes(NamedTuple):
+    """Of everything but images; rows and channels of one group."""
+
+    samples: int
+    groups: int
+    positions: int
+    rows: int
+    channels: int
+    taps: int
+
+
+def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+    """Squares and fourth powers of Σ_t left[n, t, :] ⊗ right[n, t, :], to sums [g·o, c]; whether it has been done.
+
+    left [n, t, o] and right [n, t, c], or [n, g, t, ...], with any strides.
+    """
+    if not _suit(left, right, to):
+        return False
+    if left.ndim == 3:
+        left, right = left[:, None], right[:, None]
+    (samples, groups, positions, rows), channels = left.shape, right.shape[3]
+    sizes = _Sizes(samples, groups, positions, rows, channels, 1)
+    strides = left.stride(2), right.stride(2), right.stride(3)
+    one, other = (_Side(side, side.stride(0), side.stride(1), side.stride(3)) for side in (left, right))
+    return _run(one, other, to, sizes, lambda: _of_products(positions, *strides))
+
+
+def add_squares_of_convolution(
+    slid: Tensor,
+    fixed: Tensor,
+    to: Accumulators,
+    *,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> bool:
+    """The same of windows of slid [n, g·c, *space] times what fixed [n, g·o, *windows] has there: [g·o, c, *kernel]."""
+    if not _suit(slid, fixed, to):
+        return False
+    windows, rows, channels = tuple(fixed.shape[2:]), fixed.shape[1] // groups, slid.shape[1] // groups
+    sizes = _Sizes(fixed.shape[0], groups, prod(windows), rows, channels, prod(kernel))
+    left = _Side(fixed, fixed.stride(0), rows * fixed.stride(1), fixed.stride(1))
+    right = _Side(slid, slid.stride(0), channels * slid.stride(1), slid.stride(1))
+    options = (kernel, stride, padding, dilation, slid.stride()[2:], fixed.stride()[2:])
+    return _run(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), windows, *options))
+
+
+def _suit(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+    """float32 on a CPU, sums contiguous; and nobody who records torch's operations, among which this is none."""
+    sums = [to.squares] if to.fourths is None else [to.squares, to.fourths]
+    if torch._C._len_torch_dispatch_stack() or any(type(tensor) is not Tensor for tensor in (left, right)):
+        return False
+    if any(tensor.device.type != "cpu" or tensor.dtype != torch.float32 for tensor in (left, right, *sums)):
+        return False
+    return all(tensor.is_contiguous() for tensor in sums)
+
+
+def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
+    if prod(sizes) < LEAST:
+        return False
+    threads, library = torch.get_num_threads(), build.library(SOURCE, "add_squares")
+    if library is None or (threads > 1 and build.parallel() is None):
+        return False
+    tile = (ctypes.c_int64.in_dll(library, name).value for name in ("rows_of_a_tile", "width_of_a_tile"))
+    block = _blocks(sizes, threads, *tile)
+    if block is None:
+        return False
+    tables = tables_of()
+    pixels = 0 if tables.source is None else len(tables.source)
+    if pixels * block[1] > _LARGEST:
+        return False
+    pointers = (_pointer(tensor) for tensor in (left.values, right.values, to.squares, to.fourths, *tables))
+    square_factor, fourth_factor, factor = to.kernel_factors
+    factors = (factor, square_factor, fourth_factor)
+    job = _Job(*pointers, *sizes, pixels, *left.strides, *right.strides, *block, *factors)
+    return bool(library.add_squares(ctypes.byref(job), build.parallel(), threads))
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.lru_cache(maxsize=1024)
+def _blocks(sizes: _Sizes, threads: int, tile_rows: int, width: int) -> tuple[int, int] | None:
+    """Rows and channels of a block: few enough to stay in the cache, and for threads to have equally many blocks.
+
+    None where tiles would be filled with little but zeros, or packing would take longer than torch's own convolution:
+    groups of few channels.
+    """
+    _, groups, _, rows, channels, taps = sizes
+    stored = _up(rows, tile_rows) * _up(channels * taps, width)
+    if rows * channels * taps < _FILLED * stored or (groups > 1 and rows < _OF_A_GROUP):
+        return None
+    few = max(width, _COLUMNS[taps == 1] // taps // width * width)
+    block_c = min(channels, few)
+    block_o = min(rows, _ROWS, max(tile_rows, _BLOCK // (block_c * taps) // tile_rows * tile_rows))
+    while True:
+        count = groups * -(-rows // block_o) * -(-channels // block_c)
+        if count % threads == 0 or count >= 4 * threads:
+            break
+        if block_c > width and block_c * taps >= block_o:
+            block_c = _up(-(-block_c // 2), width)
+        elif block_o > tile_rows:
+            block_o = _up(-(-block_o // 2), tile_rows)
+        else:
+            break
+    return block_o, block_c
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_products(positions: int, left: int, right: int, channel: int) -> _Tables:
+    """Positions lie a stride apart; right is copied if its channels do, too."""
+    at, one = torch.arange(positions), torch.zeros(1, dtype=torch.int64)
+    return _Tables(at * left, at * right, one) if channel == 1 else _Tables(at * left, at, one, at * right)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_convolution(
+    space: tuple[int, ...],
+    windows: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    slid: tuple[int, ...],
+    fixed: tuple[int, ...],
+) -> _Tables:
+    """The image is copied with its padding; of pointwise convolutions, only what they look at."""
+    padded = tuple(size + 2 * amount for size, amount in zip(space, padding, strict=True))
+    step = stride if prod(kernel) == 1 else (1,) * len(space)
+    pixels = windows if prod(kernel) == 1 else padded
+    source, outside = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.bool)
+    for size, many, apart, amount, unit in zip(space, pixels, step, padding, slid, strict=True):
+        at = torch.arange(many) * apart - amount
+        source = source[..., None] + at * unit
+        outside = outside[..., None] | (at < 0) | (at >= size)
+    source = source.masked_fill(outside, -1).flatten()
+    if prod(kernel) == 1:
+        right_at, taps = torch.arange(len(source)), torch.zeros(1, dtype=torch.int64)
+    else:
+        steps = [prod(padded[d + 1 :]) for d in range(len(padded))]
+        right_at = _grid(windows, [a * b for a, b in zip(steps, stride, strict=True)])
+        taps = _grid(kernel, [a * b for a, b in zip(steps, dilation, strict=True)])
+    return _Tables(_grid(windows, fixed), right_at, taps, source)
+
+
+def _grid(shape: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """Σ_d position_d · step_d for all positions of a shape, flat."""
+    total = torch.zeros((), dtype=torch.int64)
+    for size, step in zip(shape, steps, strict=True):
+        total = total[..., None] + torch.arange(size) * step
+    return total.flatten()
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,140 @@
+"""`fisher_factors`: the gradients of probes themselves, F = Σ g gᵀ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from contextlib import suppress
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core import Categorical
+from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.estimators import Estimator, Hutchinson
+from neuromanifold.operators.factors_result import FisherFactors
+from neuromanifold.operators.layout import Layout
+from neuromanifold.persample.rows import GradientRows
+from neuromanifold.problem.batches import model_device
+from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.results.trace import check_reduction
+from neuromanifold.run.fisher import Likelihood, make_provenance, make_settings
+from neuromanifold.run.loop import run
+
+GIB = 2**30
+
+
+@torch.inference_mode(mode=False)
+def fisher_factors(
+    model: nn.Module,
+    data: Iterable[object],
+    estimator: Estimator | None = None,
+    per: Literal["batch", "sample"] = "batch",
+    likelihood: Likelihood = Categorical,
+    parameters: Selection = None,
+    reduction: str = "mean",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    max_bytes: int = 4 * GIB,
+    seed: int = 0,
+    progress: bool = False,
+    class_dim: int = -1,
+    batch_dim: int = 0,
+    ignore_index: int = -100,
+) -> FisherFactors:
+    """The stack G of the gradients g of probes, with E[GᵀG] = F: a low-rank estimate of the whole matrix.
+
+    Args:
+        model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
+        data: an iterable of batches.
+        estimator: whose gradients; `nm.Hutchinson(deflate=1)` unless given.
+        per: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps one for
+            each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
+        likelihood: what the outputs mean.
+        parameters: which; all that are trainable unless given.
+        reduction: "mean" (per sample) or "sum" (over samples): only a view.
+        dtype: of the rows that are kept: float32, float64, bfloat16 or float16.
+        device: where they are kept; the model's unless given.
+        max_bytes: refuse to keep more than that, as soon as it can be told.
+        seed: of the probes' noise.
+        progress: show a progress bar on standard error.
+        class_dim: which dimension of the logits holds the classes.
+        batch_dim: which dimension of inputs and of logits holds the samples.
+        ignore_index: positions with this label do not count, nor samples without any other.
+
+    """
+    estimator = Hutchinson(deflate=1) if estimator is None else estimator
+    if per not in ("batch", "sample"):
+        raise ValueError(message("per", "'batch' or 'sample'", repr(per)))
+    chosen = select_parameters(model, parameters)
+    settings = make_settings(estimator, likelihood, per, seed, class_dim, batch_dim, ignore_index, progress)
+    view = check_reduction(reduction)
+    layout = Layout.of(chosen)
+    device = model_device(model) if device is None else device
+    stack = _Stack(layout.size, _check_dtype(dtype), device, data, max_bytes)
+    rows = GradientRows(list(chosen.values()), promoted(dtype), stack.take, stack.reserve)
+    rows.after_batch = stack.after_batch
+    counts = run(model, data, chosen, settings, rows)
+    provenance = make_provenance(model, data, chosen, settings, counts)
+    return FisherFactors(stack.whole(), layout, counts.samples, provenance, view)
+
+
+class _Stack:
+    """Rows as they come; an error before they are too many."""
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device | str, data: Iterable[object], max_bytes: int
+    ) -> None:
+        self._rows = [torch.zeros(0, size, dtype=dtype, device=device)]  # of parameters without a use there are none
+        self._row_bytes = size * dtype.itemsize
+        self._limit = integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for all rows")
+        self._batches = None
+        with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
+            self._batches = len(data) if isinstance(data, Sized) else None
+        self._count = self._seen = 0
+
+    def reserve(self, count: int) -> None:
+        """So many more are about to come."""
+        self._check(self._count + count, "so far")
+
+    def take(self, rows: Tensor) -> None:
+        """Keep some rows."""
+        self._count += len(rows)
+        kept = rows.to(self._rows[0])
+        if kept.dtype == torch.float16:
+            _check_range(rows, kept)
+        self._rows.append(kept)
+
+    def whole(self) -> Tensor:
+        """All rows, [r, P]."""
+        return torch.cat(self._rows)
+
+    def after_batch(self) -> None:
+        """Once the first batch is done, it can be told how many there will be."""
+        self._seen += 1
+        if self._seen == 1 and self._batches is not None:
+            self._check(self._count * self._batches, f"for {self._batches} batches like the first")
+
+    def _check(self, count: int, when: str) -> None:
+        if count * self._row_bytes <= self._limit:
+            return
+        got = f"{count * self._row_bytes / GIB:.3g} GiB {when} ({count:,} gradients of {self._row_bytes:,} bytes)"
+        advice = (
+            "Take fewer samples or parameters, per='batch', a smaller dtype, a device with room and a higher limit, "
+        )
+        advice += "or nm.fisher_operator, which keeps none."
+        raise ValueError(message("max_bytes", "enough for all rows", got, advice))
+
+
+def _check_range(rows: Tensor, kept: Tensor) -> None:
+    """Numbers below 1e-7 vanish in float16, those above 65,504 are infinite there."""
+    before, after = (float(torch.linalg.vector_norm(values, dtype=torch.float32)) for values in (rows, kept))
+    if not 0.99 * before <= after <= 1.01 * before:
+        got = f"gradients of length {before:.3g} that are of length {after:.3g} in float16"
+        raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))
+
+
+def _check_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise ValueError(message("dtype", "torch.float32, float64, bfloat16 or float16", repr(dtype)))
+    return dtype

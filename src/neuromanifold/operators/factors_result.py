@@ -1,0 +1,248 @@
+"""The Fisher information as a stack of gradients, F = Σ_r g_r g_rᵀ: low rank, and everything in closed form."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.operators.krylov import Eigenpairs, times
+from neuromanifold.operators.layout import Layout, V
+from neuromanifold.operators.metric import Metric, Solution, not_negative
+from neuromanifold.results.files import FileError, load_tensors, save_tensors
+from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.trace import Reduction, check_reduction
+
+_PIECE = 2**24  # numbers that are converted at a time
+
+
+class FisherFactors(Metric):
+    """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P].
+
+    With unbiased probes E[F] is the Fisher information, though its rank is r; with `nm.Exact()` rows of single samples
+    it is the Fisher information itself.  Products, entries, norms, the spectrum and damped solutions come from G and
+    from the small r×r matrix G Gᵀ, which is kept in float64.
+    """
+
+    def __init__(
+        self, rows: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction = "mean"
+    ) -> None:
+        self.rows, self.layout, self.provenance, self.reduction = rows, layout, provenance, reduction
+        self.precision, self.device = promoted(rows.dtype), rows.device
+        self._count = count
+
+    @property
+    def count(self) -> int:
+        """Samples."""
+        return self._count
+
+    @property
+    def rank(self) -> int:
+        """r: how many gradients are kept; F has at most this rank."""
+        return len(self.rows)
+
+    # ------------------------------------------------------------------------------------------------ parts of F
+
+    def entries(self, i: Tensor, j: Tensor) -> Tensor:
+        """F_ij for flat indices i and j of the same shape (`layout.slices` says where each parameter lies)."""
+        if i.shape != j.shape:
+            raise ValueError(message("j", f"of i's shape {list(i.shape)}", f"shape {list(j.shape)}"))
+        for index, name in ((i, "i"), (j, "j")):
+            if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.layout.size):
+                raise ValueError(message(name, f"between 0 and {self.layout.size - 1}", "others"))
+        left, right = (self.rows[:, index.to(self.device).flatten()].to(self.precision) for index in (i, j))
+        return ((left * right).sum(0) / self._divisor).view(i.shape)
+
+    def block(self, name: str, other: str | None = None) -> Tensor:
+        """The dense block [P_name, P_other] of F, a diagonal block unless `other` is given."""
+        left, right = (self._columns(n).to(self.precision) for n in (name, name if other is None else other))
+        return times(left.mT, right) / self._divisor
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """F_ii by parameter name."""
+        total = torch.zeros(self.layout.size, dtype=self.precision, device=self.device)
+        for _, piece in self._pieces(self.precision):
+            total += piece.square().sum(0)
+        return self.layout.split(total / self._divisor)
+
+    def filter(self, *patterns: str) -> FisherFactors:
+        """F over the parameters whose names match one of the patterns, such as "encoder.*"."""
+        names = [name for name in self.layout.shapes if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not names:
+            raise ValueError(
+                message("patterns", f"such that one of {list(self.layout.shapes)[:3]} matches", str(patterns))
+            )
+        rows = torch.cat([self._columns(name) for name in names], 1)
+        layout = Layout({name: self.layout.shapes[name] for name in names})
+        return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
+
+    # ------------------------------------------------------------------------------------------------ spectrum
+
+    @property
+    def trace(self) -> float:
+        """tr F = Σ_r ‖g_r‖²."""
+        return sum(float(piece.square().sum()) for _, piece in self._pieces(torch.float64)) / self._divisor
+
+    @property
+    def frobenius_norm(self) -> float:
+        """‖F‖ = ‖G Gᵀ‖."""
+        return float(torch.linalg.vector_norm(self._spectrum)) / self._divisor
+
+    @property
+    def effective_rank(self) -> float:
+        """(tr F)²/‖F‖²: how many equal eigenvalues would have the same trace and norm."""
+        total = float(torch.linalg.vector_norm(self._spectrum))
+        return (float(self._spectrum.sum()) / total) ** 2 if total else 0.0
+
+    def eigenpairs(self, k: int = 1, tol: float | None = None, rounds: int = 100, seed: int = 0) -> Eigenpairs:
+        """The k largest eigenvalues, their vectors [P, k] and residuals: v = Gᵀu/√λ for eigenvectors u of G Gᵀ.
+
+        Beyond the rank of G, where these say nothing, by the iteration of `Metric.eigenpairs`.
+        """
+        k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
+        if self.rank > self.layout.size or k > self.rank:
+            return super().eigenpairs(k, tol, rounds, seed)
+        values, left = self._pairs[0][:k], self._pairs[1][:, :k]
+        if not float(values[-1]) > 1e3 * torch.finfo(self.precision).eps * float(values[0]):
+            return super().eigenpairs(k, tol, rounds, seed)
+        vectors = self._transposed((left / values.sqrt()).to(self.precision))
+        vectors = vectors / torch.linalg.vector_norm(vectors, dim=0)
+        scaled = (values / self._divisor).to(self.precision)
+        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
+        return Eigenpairs(scaled, vectors, residuals, k)
+
+    def log_determinant(self, damping: float) -> float:
+        """log det(F + damping I) = P log(damping) + log det(I + G Gᵀ/damping); half of it is the log volume element."""
+        damping = not_negative(damping, "damping", positive=True)
+        values = self._spectrum / self._divisor
+        return float((values / damping).log1p().sum()) + self.layout.size * math.log(damping)
+
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, rounds: int = 1000) -> Solution[V]:
+        """x with (F + damping I) x = rhs: (rhs - Gᵀ (damping I + G Gᵀ)⁻¹ G rhs)/damping (Woodbury), refined once.
+
+        In float64, with (damping I + G Gᵀ)⁻¹ from the spectrum of G Gᵀ.  Without damping, or with more rows than
+        parameters, by conjugate gradients with `tol` and `rounds`.
+        """
+        damping = not_negative(damping, "damping")
+        if not damping or self.rank > self.layout.size:
+            return super().solve(rhs, damping, tol, rounds)
+        tol = self._tolerance(tol)
+        block, back = self._read(rhs, "rhs")
+        values, left = self._pairs
+        shrunk = 1 / (values.clamp(min=0) + damping * self._divisor)[:, None]
+
+        def woodbury(b: Tensor) -> Tensor:
+            return (b - self._transposed(left @ (shrunk * (left.mT @ self._multiplied(b))))) / damping
+
+        exact = block.double()  # what is left of b after the subtraction is small as a rule
+        x = woodbury(exact)
+        residual = exact - self._scaled(x) - damping * x
+        x = x + woodbury(residual)
+        residual = exact - self._scaled(x) - damping * x
+        sizes = torch.linalg.vector_norm(exact, dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+        residuals = torch.linalg.vector_norm(residual, dim=0) / sizes
+        return self._solution(back(x.to(self.precision)), residuals, tol, "in closed form")
+
+    # ------------------------------------------------------------------------------------------------ as a value
+
+    def __add__(self, other: FisherFactors) -> FisherFactors:
+        if not isinstance(other, FisherFactors):
+            return NotImplemented
+        if self.layout != other.layout:
+            raise ValueError(message("other", "factors of the same parameters", "others"))
+        provenance = self.provenance.plus(other.provenance)
+        rows = torch.cat([self.rows, other.rows.to(self.rows)])
+        return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)
+
+    def __repr__(self) -> str:
+        size = self.rows.numel() * self.rows.element_size() / 2**20
+        kept = f"{self.rank} gradients of {self.layout.size:,} parameters ({size:.1f} MiB)"
+        return f"{type(self).__name__}({self.reduction}): {kept}, {self.count} samples, {self.provenance.estimator}"
+
+    def to(self, target: torch.device | torch.dtype | str) -> FisherFactors:
+        """The same on another device, or in another floating-point type."""
+        return FisherFactors(self.rows.to(target), self.layout, self.count, self.provenance, self.reduction)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
+        shapes = json.dumps({name: list(shape) for name, shape in self.layout.shapes.items()})
+        head = {"shapes": shapes, "count": str(self.count), "reduction": self.reduction}
+        save_tensors(path, {"rows": self.rows}, "factors", {**head, "provenance": self.provenance.to_json()})
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _divisor(self) -> int:
+        return self.count if self.reduction == "mean" else 1
+
+    def _columns(self, name: str) -> Tensor:
+        if name not in self.layout.shapes:
+            raise ValueError(message("name", f"one of {list(self.layout.shapes)[:3]} ...", repr(name)))
+        return self.rows[:, self.layout.slices[name]]
+
+    def _pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """The rows, some at a time, which, and in another precision."""
+        step = max(1, _PIECE // max(1, self.layout.size))
+        for start in range(0, self.rank, step):
+            rows = slice(start, start + step)
+            yield rows, self.rows[rows].to(dtype)
+
+    def _multiplied(self, block: Tensor) -> Tensor:
+        """G B, [r, m]."""
+        if not self.rank:
+            return block.new_zeros(0, block.shape[1])
+        return torch.cat([times(piece, block) for _, piece in self._pieces(block.dtype)])
+
+    def _transposed(self, block: Tensor) -> Tensor:
+        """Gᵀ B for B [r, m]."""
+        total = block.new_zeros(self.layout.size, block.shape[1])
+        for rows, piece in self._pieces(block.dtype):
+            total += times(piece.mT, block[rows])
+        return total
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self._transposed(self._multiplied(block))
+
+    @cached_property
+    def _gram(self) -> Tensor:
+        """G Gᵀ, or Gᵀ G if that is smaller, in float64; both have the same eigenvalues but for zeros."""
+        if self.rank > self.layout.size:
+            return sum((piece.mT @ piece for _, piece in self._pieces(torch.float64)), self._zeros(self.layout.size))
+        total, step = self._zeros(self.rank), max(1, _PIECE // max(1, self.rank))
+        for start in range(0, self.layout.size, step):
+            piece = self.rows[:, start : start + step].double()
+            total += piece @ piece.mT
+        return total
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, size, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of this matrix, descending, and eigenvectors as columns."""
+        values, vectors = torch.linalg.eigh(self._gram)
+        return values.flip(0), vectors.flip(1)
+
+    @cached_property
+    def _spectrum(self) -> Tensor:
+        """The eigenvalues of the sum that are not zero for want of rows or of parameters, in float64."""
+        values: Tensor = torch.linalg.eigvalsh(self._gram)
+        return values.clamp(min=0)
+
+
+def load_factors(path: str | Path) -> FisherFactors:
+    """Read what `FisherFactors.save` wrote."""
+    tensors, head = load_tensors(path)
+    try:
+        layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
+        provenance, reduction = Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
+        return FisherFactors(tensors["rows"], layout, int(head["count"]), provenance, reduction)
+    except (KeyError, ValueError) as error:
+        raise FileError(f"{path} does not hold factors of a Fisher information, or is damaged ({error!r}).") from error

@@ -1,0 +1,210 @@
+"""The Fisher information as a dense matrix, or as dense blocks, one for each layer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.operators.krylov import Eigenpairs, times
+from neuromanifold.operators.layout import Layout, V
+from neuromanifold.operators.metric import Metric, Solution, not_negative
+from neuromanifold.operators.stochastic import warn_below_rounding
+from neuromanifold.results.files import FileError, load_tensors, save_tensors
+from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.trace import Reduction, check_reduction
+
+
+class FisherMatrix(Metric, Mapping[str, Tensor]):
+    """F, dense: one block for all parameters (under the name ""), or one for each layer (by the module's name).
+
+    As a mapping it gives the blocks.  Between layers it is zero, if it has blocks: block-diagonal, not the same F.
+    """
+
+    def __init__(
+        self,
+        blocks: dict[str, Tensor],
+        layout: Layout,
+        count: int,
+        provenance: Provenance,
+        reduction: Reduction = "mean",
+    ) -> None:
+        """`blocks`: sums over samples; their parameters lie side by side in the layout, in the same order."""
+        self.blocks, self.layout, self.provenance, self.reduction = blocks, layout, provenance, reduction
+        first = next(iter(blocks.values()))
+        self.precision, self.device = first.dtype, first.device
+        self._count = count
+
+    @property
+    def count(self) -> int:
+        """Samples."""
+        return self._count
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.blocks[name] / self._divisor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def dense(self) -> Tensor:
+        """F, [P, P]."""
+        whole = torch.zeros(self.shape, dtype=self.precision, device=self.device)
+        for name, place in self._places.items():
+            whole[place, place] = self[name]
+        return whole
+
+    def layer(self, name: str) -> FisherMatrix:
+        """The metric of one layer alone: a block of its own, or cut out of the whole, which is the one called ""."""
+        layers = {"": list(self.layout.shapes)} if self._is_whole and name == "" else self.layout.layers()
+        if name not in layers:
+            raise ValueError(message("name", f"one of {list(layers)[:4]} ...", repr(name)))
+        kept = {parameter: self.layout.shapes[parameter] for parameter in layers[name]}
+        if name in self.blocks:
+            block = self.blocks[name]
+        else:
+            slices = [self.layout.slices[parameter] for parameter in kept]
+            place = slice(slices[0].start, slices[-1].stop)
+            block = self.blocks[""][place, place]
+        return FisherMatrix({"": block}, Layout(kept), self.count, self.provenance, self.reduction)
+
+    # ------------------------------------------------------------------------------------------------ spectrum
+
+    @property
+    def trace(self) -> float:
+        """tr F."""
+        return sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks.values()) / self._divisor
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """F_ii by parameter name."""
+        return self.layout.split(torch.cat([block.diagonal() for block in self.blocks.values()]) / self._divisor)
+
+    @property
+    def frobenius_norm(self) -> float:
+        """√(Σ F_ij²)."""
+        return math.hypot(*(float(torch.linalg.matrix_norm(block)) for block in self.blocks.values())) / self._divisor
+
+    @property
+    def effective_rank(self) -> float:
+        """(tr F)²/‖F‖²: how many equal eigenvalues would have the same trace and norm."""
+        norm = self.frobenius_norm
+        return (self.trace / norm) ** 2 if norm else 0.0
+
+    def eigenvalues(self) -> Tensor:
+        """All of them, descending, [P]."""
+        return torch.cat([values for values, _ in self._spectra.values()]).sort(descending=True).values / self._divisor
+
+    def eigenpairs(self, k: int = 1, tol: float | None = None, rounds: int = 100, seed: int = 0) -> Eigenpairs:
+        """The k largest eigenvalues, their vectors [P, k] and residuals, by a dense eigensolver."""
+        del tol, rounds, seed
+        k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
+        values = torch.cat([values for values, _ in self._spectra.values()])
+        chosen = values.topk(k).indices
+        vectors = torch.zeros(self.layout.size, k, dtype=self.precision, device=self.device)
+        for name, place in self._places.items():
+            inside = ((chosen >= place.start) & (chosen < place.stop)).nonzero().flatten()
+            vectors[place, inside] = self._spectra[name][1][:, chosen[inside] - place.start]
+        scaled = values[chosen] / self._divisor
+        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
+        return Eigenpairs(scaled, vectors, residuals, self.layout.size)
+
+    def log_determinant(self, damping: float) -> float:
+        """log det(F + damping I); half of it is the logarithm of the volume element √det."""
+        damping = not_negative(damping, "damping", positive=True)
+        values = self.eigenvalues().double().clamp(min=0)
+        warn_below_rounding(damping, float(values[0]) if len(values) else 0.0, self.precision)
+        return float((values + damping).log().sum())
+
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, rounds: int = 1000) -> Solution[V]:
+        """x with (F + damping I) x = rhs, from the spectrum; without damping the shortest x that fits best."""
+        del tol, rounds
+        damping = not_negative(damping, "damping")
+        block, back = self._read(rhs, "rhs")
+        x = torch.empty_like(block)
+        for name, place in self._places.items():
+            values, vectors = self._spectra[name]
+            values = values.clamp(min=0) / self._divisor
+            warn_below_rounding(damping, float(values.amax()) if len(values) else 0.0, self.precision)
+            values = values + damping
+            smallest = torch.finfo(values.dtype).eps * len(values) * values.amax() if values.numel() else 0.0
+            inverse = torch.where(values > smallest, 1 / values, 0.0) if not damping else 1 / values
+            x[place] = times(vectors, inverse[:, None] * times(vectors.mT, block[place]))
+        residual = torch.linalg.vector_norm(block - self._scaled(x) - damping * x, dim=0)
+        sizes = torch.linalg.vector_norm(block, dim=0).clamp(min=torch.finfo(block.dtype).tiny)
+        return Solution(back(x), float((residual / sizes).max()) if block.numel() else 0.0)
+
+    # ------------------------------------------------------------------------------------------------ as a value
+
+    def __add__(self, other: FisherMatrix) -> FisherMatrix:
+        if not isinstance(other, FisherMatrix):
+            return NotImplemented
+        if self.layout != other.layout or list(self) != list(other):
+            raise ValueError(message("other", "a matrix of the same parameters and blocks", "another"))
+        blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
+        provenance = self.provenance.plus(other.provenance)
+        return FisherMatrix(blocks, self.layout, self.count + other.count, provenance, self.reduction)
+
+    def __repr__(self) -> str:
+        kind = "dense" if self._is_whole else f"{len(self)} blocks"
+        what = f"{self.layout.size:,} parameters, {kind}, {self.count} samples, {self.provenance.estimator}"
+        return f"{type(self).__name__}({self.reduction}): {what}"
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
+        shapes = json.dumps({name: list(shape) for name, shape in self.layout.shapes.items()})
+        head = {
+            "shapes": shapes,
+            "count": str(self.count),
+            "reduction": self.reduction,
+            "blocks": json.dumps(list(self)),
+        }
+        tensors = {f"block/{name}": block for name, block in self.blocks.items()}
+        save_tensors(path, tensors, "matrix", {**head, "provenance": self.provenance.to_json()})
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _divisor(self) -> int:
+        return self.count if self.reduction == "mean" else 1
+
+    @property
+    def _is_whole(self) -> bool:
+        return list(self.blocks) == [""]
+
+    @property
+    def _places(self) -> dict[str, slice]:
+        """Where each block lies."""
+        places, start = {}, 0
+        for name, block in self.blocks.items():
+            places[name] = slice(start, start := start + len(block))
+        return places
+
+    @cached_property
+    def _spectra(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Eigenvalues and eigenvectors of each block of the sum."""
+        return {name: torch.linalg.eigh(block) for name, block in self.blocks.items()}
+
+    def _product(self, block: Tensor) -> Tensor:
+        return torch.cat([times(self.blocks[name], block[place]) for name, place in self._places.items()])
+
+
+def load_matrix(path: str | Path) -> FisherMatrix:
+    """Read what `FisherMatrix.save` wrote."""
+    tensors, head = load_tensors(path)
+    try:
+        layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
+        blocks = {name: tensors[f"block/{name}"] for name in json.loads(head["blocks"])}
+        provenance, reduction = Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
+        return FisherMatrix(blocks, layout, int(head["count"]), provenance, reduction)
+    except (KeyError, ValueError) as error:
+        raise FileError(
+            f"{path} does not hold the matrix of a Fisher information, or is damaged ({error!r})."
+        ) from error

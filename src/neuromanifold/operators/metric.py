@@ -1,0 +1,256 @@
+"""The Fisher information as a metric tensor: all that follows from its products with vectors.
+
+A subclass gives F B for a block of columns; a product with a vector, lengths and angles, eigenpairs, solutions, natural
+gradients and estimates of trace and diagonal follow from that.  Where it knows better, it overrides them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, Generic, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
+from neuromanifold.operators.layout import Layout, V, Vector
+from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
+from neuromanifold.results.trace import Reduction
+
+
+class NotConvergedWarning(UserWarning):
+    """An iteration has ended before it was as accurate as asked for; the result says how accurate it is."""
+
+
+class Solution(NamedTuple, Generic[V]):
+    """x of (F + damping I) x = rhs, of the kind that rhs had; ‖b - Ax‖/‖b‖, the largest of all columns.
+
+    It is that of the iteration, or of x in float64: rounding x to float32 alone adds up to 1e-7 λ_1 ‖x‖/‖b‖.
+    """
+
+    x: V
+    residual: float
+    rounds: int = 0
+
+
+class Metric(ABC):
+    """F over some parameters, per sample (`reduction="mean"`) or as the sum over samples (`"sum"`).
+
+    Vectors are tensors or numpy arrays [P], blocks of columns [P, m], or dicts from parameter name to tensor; what
+    comes back is of the same kind.  It has what scipy asks of a linear operator, so that `scipy.sparse.linalg.eigsh`
+    and `cg` take it as it is.
+    """
+
+    layout: Layout
+    reduction: Reduction
+    precision: torch.dtype
+    """Of vectors: float32 or float64."""
+
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Samples."""
+
+    @abstractmethod
+    def _product(self, block: Tensor) -> Tensor:
+        """F B as a sum over samples, for columns B [P, m] of this precision on this device."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[P, P]."""
+        return self.layout.size, self.layout.size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """`precision` in numpy's words, for scipy."""
+        return np.dtype(str(self.precision).removeprefix("torch."))
+
+    @property
+    def mean(self) -> Self:
+        """The view per sample."""
+        return self._view("mean")
+
+    @property
+    def sum(self) -> Self:
+        """The view as a sum over samples, which is what the paper writes F for."""
+        return self._view("sum")
+
+    # ------------------------------------------------------------------------------------------------ products
+
+    def matvec(self, v: V) -> V:
+        """F v, for one vector or for each column of a block."""
+        block, back = self._read(v, "v")
+        return back(self._scaled(block))
+
+    def matmat(self, v: V) -> V:
+        """F V for a block of columns: the same as `matvec`, under scipy's name."""
+        return self.matvec(v)
+
+    def rmatvec(self, v: V) -> V:
+        """Fᵀ v = F v."""
+        return self.matvec(v)
+
+    def __matmul__(self, v: V) -> V:
+        return self.matvec(v)
+
+    def scipy(self) -> Any:
+        """A scipy LinearOperator, which multiplies blocks at once; `pip install neuromanifold[scipy]`."""
+        try:
+            from scipy.sparse.linalg import LinearOperator
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("`.scipy()` needs scipy: pip install neuromanifold[scipy]") from error
+        names = ("matvec", "matmat", "rmatvec", "rmatmat")
+        return LinearOperator(self.shape, dtype=self.dtype, **dict.fromkeys(names, self.matvec))
+
+    # ------------------------------------------------------------------------------------------------ geometry
+
+    def inner(self, u: Vector, v: Vector) -> float:
+        """⟨u, v⟩ = uᵀ F v."""
+        return self._inner(self._one(u, "u"), self._one(v, "v"))
+
+    def length(self, step: Vector) -> float:
+        """√(dθᵀ F dθ): with reduction "sum", ½ length² is the step's Kullback-Leibler divergence, to second order."""
+        column = self._one(step, "step")
+        return math.sqrt(max(0.0, self._inner(column, column)))
+
+    def angle(self, u: Vector, v: Vector) -> float:
+        """The angle between two directions in radians, arccos ⟨u, v⟩/(‖u‖‖v‖): π/2 if they do not interact."""
+        a, b = self._one(u, "u"), self._one(v, "v")
+        images = self._scaled(torch.cat([a, b], 1)).double()
+        gram = torch.cat([a, b], 1).double().mT @ images
+        if not (gram[0, 0] > 0 and gram[1, 1] > 0):
+            which = "u" if not gram[0, 0] > 0 else "v"
+            advice = "The outputs do not change along it, so it has no angle."
+            raise ValueError(message(which, "a direction of positive length", "one of length 0", advice))
+        cosine = (gram[0, 1] + gram[1, 0]) / 2 / (gram[0, 0] * gram[1, 1]).sqrt()
+        return math.acos(max(-1.0, min(1.0, float(cosine))))
+
+    # ------------------------------------------------------------------------------------------------ spectrum
+
+    def eigenpairs(self, k: int = 1, tol: float | None = None, rounds: int = 100, seed: int = 0) -> Eigenpairs:
+        """The k largest eigenvalues, their vectors [P, k] and residuals ‖Fv - λv‖, by a block Krylov method.
+
+        It ends when all residuals are below tol λ_1 (√eps unless given); an eigenvalue is as accurate as its residual,
+        and twice as many digits where the next one is far.  Each round is one product with a block, that is one pass
+        over the data for an operator.
+        """
+        k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
+        rounds = integer_in_range(rounds, "rounds", 1, 10**9, "products with a block")
+        tol = self._tolerance(tol)
+        generator = torch.Generator(self.device).manual_seed(integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed"))
+        columns = min(k + 2, self.layout.size)
+        start = torch.randn(self.layout.size, columns, generator=generator, dtype=self.precision, device=self.device)
+        found = top_eigenpairs(self._scaled, start, k, tol, rounds)
+        worst, allowed = float(found.residuals.max()), tol * float(found.values[0])
+        if worst > max(allowed, 1e3 * torch.finfo(self.precision).eps * float(found.values[0])):
+            text = f"Eigenpairs: after {rounds} rounds a residual is {worst:.2g}, more than {allowed:.2g}. "
+            warnings.warn(
+                text + "Ask for more rounds, fewer pairs, or a larger tol.", NotConvergedWarning, stacklevel=2
+            )
+        return found
+
+    def estimate_trace(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> Estimate:
+        """tr F from so many products with random vectors, by "hutchinson" or "hutch++", with its standard error.
+
+        For comparison: `nm.fisher_trace` has its probes on the outputs, and needs one backward pass over the data.
+        """
+        return self._stochastic(method, products, seed)[1]
+
+    def estimate_diagonal(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> Estimate:
+        """diag F [P] from so many products with random vectors; for comparison with `nm.fisher_diagonal`."""
+        return self._stochastic(method, products, seed)[0]
+
+    def estimate_log_determinant(self, damping: float, probes: int = 8, steps: int = 30, seed: int = 0) -> Estimate:
+        """log det(F + damping I) by Lanczos quadrature: `steps` products with a block of so many probes.
+
+        The standard error is that of the probes; few steps have an error of their own, which it does not show.
+        """
+        damping = not_negative(damping, "damping", positive=True)
+        probes = integer_in_range(probes, "probes", 2, 10**9, "two or more have a spread")
+        steps = integer_in_range(steps, "steps", 1, 10**9, "products with a block")
+        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        steps = min(steps, self.layout.size)
+        return stochastic_log_determinant(self._scaled, self._like(), damping, probes, steps, seed)
+
+    # ------------------------------------------------------------------------------------------------ solutions
+
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, rounds: int = 1000) -> Solution[V]:
+        """x with (F + damping I) x = rhs, by conjugate gradients: one product for each round.
+
+        F is singular as a rule, so without damping rhs should be in its range, as gradients of log-likelihoods are.  If
+        it is not, the iteration ends where only the rest in F's kernel is left.
+        """
+        damping, tol = not_negative(damping, "damping"), self._tolerance(tol)
+        rounds = integer_in_range(rounds, "rounds", 1, 10**9, "products with a block")
+        block, back = self._read(rhs, "rhs")
+        found = conjugate_gradients(self._scaled, block, damping, tol, rounds)
+        after = f"after {found.rounds} rounds of conjugate gradients"
+        return self._solution(back(found.x), found.residuals, tol, after, found.rounds)
+
+    def natural_gradient(self, gradient: V, damping: float = 1e-3) -> V:
+        """(F + damping I)⁻¹ gradient: the direction of steepest descent under the metric."""
+        return self.solve(gradient, damping).x
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _scaled(self, block: Tensor) -> Tensor:
+        """F B in this view."""
+        product = self._product(block)
+        return product / self.count if self.reduction == "mean" else product
+
+    def _inner(self, u: Tensor, v: Tensor) -> float:
+        return float((u * self._scaled(v)).sum(dtype=torch.float64))
+
+    def _read(self, v: V, argument: str) -> tuple[Tensor, Callable[[Tensor], V]]:
+        return self.layout.read(v, argument, self.precision, self.device)
+
+    def _one(self, v: Vector, argument: str) -> Tensor:
+        """A single vector, as a column."""
+        block: Tensor = self._read(v, argument)[0]
+        if block.shape[1] != 1:
+            raise ValueError(message(argument, "one vector", f"a block of {block.shape[1]}"))
+        return block
+
+    def _solution(self, x: V, residuals: Tensor, tol: float, after: str, rounds: int = 0) -> Solution[V]:
+        """With a warning if it is not as accurate as asked for."""
+        residual = float(residuals.max()) if residuals.numel() else 0.0
+        if not residual <= tol:
+            text = f"The residual is {residual:.2g} > {tol:.2g} {after}. Use more damping"
+            text += ", more rounds, or a larger tol." if rounds else " or a larger tol."
+            warnings.warn(text, NotConvergedWarning, stacklevel=3)
+        return Solution(x, residual, rounds)
+
+    def _view(self, reduction: Reduction) -> Self:
+        view = copy.copy(self)
+        view.reduction = reduction
+        return view
+
+    def _stochastic(self, method: str, products: int, seed: int) -> tuple[Estimate, Estimate]:
+        products = check_method(method, products)
+        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        return stochastic_diagonal(self._scaled, self._like(), method, products, seed)
+
+    def _like(self) -> Tensor:
+        return torch.empty(self.layout.size, 1, dtype=self.precision, device=self.device)
+
+    def _tolerance(self, tol: float | None) -> float:
+        if tol is None:
+            return math.sqrt(torch.finfo(self.precision).eps)
+        return not_negative(tol, "tol")
+
+
+def not_negative(value: float, argument: str, positive: bool = False) -> float:
+    """A finite number >= 0, or > 0."""
+    number = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
+    if not number or (positive and not value):
+        raise ValueError(message(argument, "a number > 0" if positive else "a number >= 0", repr(value)))
+    return float(value)

@@ -1,0 +1,108 @@
+"""Trace and diagonal of a matrix that is only known by its products, from random vectors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.operators.krylov import Product, orthonormal, times
+
+Method = Literal["hutchinson", "hutch++"]
+
+
+class Estimate(NamedTuple):
+    """A number or a vector, and its standard error from the spread of the probes."""
+
+    value: Tensor
+    stderr: Tensor
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+def check_method(method: str, products: int) -> int:
+    """How many products, which each method needs some of."""
+    if method not in ("hutchinson", "hutch++"):
+        raise ValueError(message("method", "'hutchinson' or 'hutch++'", repr(method)))
+    least = 2 if method == "hutchinson" else 4
+    return integer_in_range(products, "products", least, 10**9, f"{method} takes at least {least}")
+
+
+def stochastic_diagonal(
+    product: Product, like: Tensor, method: str, products: int, seed: int
+) -> tuple[Estimate, Estimate]:
+    """diag F as a vector [P], and tr F, by so many products with columns like `like` [P, 1].
+
+    Hutchinson: the mean of ξ∘Fξ over random signs ξ.  Hutch++ (Meyer et al. 2021): with Q an orthonormal basis of F S
+    for a block S of random signs, and R = I - QQᵀ,
+
+        F = QQᵀF + FQQᵀ - QQᵀFQQᵀ + RFR,
+
+    the first three exactly and the last by Hutchinson: two thirds of the products take out the leading eigenvectors.
+    """
+    generator = torch.Generator(like.device).manual_seed(seed)
+    sketch = products // 3 if method == "hutch++" else 0
+    exact = torch.zeros_like(like[:, 0])
+    basis = exact.new_zeros(len(like), 0)
+    if sketch:
+        basis = orthonormal(product(_signs(like, sketch, generator)))
+        images = product(basis) if basis.shape[1] else basis
+        exact = (2 * basis * images - basis * times(basis, times(basis.mT, images))).sum(1)
+    probes = products - 2 * sketch
+    signs = _signs(like, probes, generator)
+    rest = product(signs - times(basis, times(basis.mT, signs)))
+    samples = signs * (rest - times(basis, times(basis.mT, rest)))  # [P, probes]
+    return _estimate(samples, exact), _estimate(samples.sum(0), exact.sum())
+
+
+def stochastic_log_determinant(
+    product: Product, like: Tensor, damping: float, probes: int, steps: int, seed: int
+) -> Estimate:
+    """log det(F + damping I) = tr log(F + damping I), by Lanczos quadrature from random signs (Ubaru et al. 2017).
+
+    `steps` products for all probes at once.  Each probe ξ gives a tridiagonal matrix, whose eigenvalues θ and first
+    components τ of eigenvectors are the nodes and weights of P Σ τ² log(θ + damping) ≈ ξᵀ log(F + damping I) ξ.
+    """
+    size = len(like)
+    now = _signs(like, probes, torch.Generator(like.device).manual_seed(seed)) / math.sqrt(size)
+    before, beta = torch.zeros_like(now), torch.zeros(probes, dtype=like.dtype, device=like.device)
+    small = torch.zeros(probes, steps, steps, dtype=torch.float64, device=like.device)
+    largest = torch.zeros(probes, dtype=like.dtype, device=like.device)
+    for i in range(steps):
+        image = product(now) - beta * before
+        alpha = (now * image).sum(0)
+        small[:, i, i] = alpha.double()
+        image = image - alpha * now
+        beta = torch.linalg.vector_norm(image, dim=0)
+        largest = torch.maximum(largest, alpha.abs() + beta)
+        ended = beta <= 10 * torch.finfo(like.dtype).eps * largest  # the space is exhausted
+        beta = torch.where(ended, 0.0, beta)
+        before, now = now, torch.where(ended, 0.0, image / torch.where(ended, 1.0, beta))
+        if i + 1 < steps:
+            small[:, i, i + 1] = small[:, i + 1, i] = beta.double()
+    nodes, vectors = torch.linalg.eigh(small)
+    warn_below_rounding(damping, float(nodes.max()), like.dtype)
+    samples = size * (vectors[:, 0].square() * (nodes.clamp(min=0) + damping).log()).sum(1)
+    return _estimate(samples, torch.zeros((), dtype=torch.float64, device=like.device))
+
+
+def warn_below_rounding(damping: float, largest: float, dtype: torch.dtype) -> None:
+    """Eigenvalues below eps λ_1 are rounding: with less damping than that it is their logarithms that are added up."""
+    rounding = 10 * torch.finfo(dtype).eps * largest
+    if 0 < damping < rounding:
+        text = f"A damping of {damping:.2g} is less than rounding does to F, up to {rounding:.2g}. Use more damping"
+        warnings.warn(text + (" or float64." if dtype != torch.float64 else "."), stacklevel=4)
+
+
+def _signs(like: Tensor, columns: int, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(0, 2, (len(like), columns), generator=generator, device=like.device)
+    return (2 * bits - 1).to(like.dtype)
+
+
+def _estimate(samples: Tensor, exact: Tensor) -> Estimate:
+    return Estimate(exact + samples.mean(-1), samples.std(-1) / math.sqrt(samples.shape[-1]))

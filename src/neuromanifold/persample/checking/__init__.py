@@ -1,0 +1,1 @@
+"""`check_rule`: compare a layer rule with autograd, sample by sample."""

@@ -1,0 +1,109 @@
+"""`check_rule`: a layer's rule against autograd, sample by sample, wherever a rule must be right.
+
+for each case:
+    found = the rule's gradients of single samples, and what the forms make of them: squares, fourth powers, norms
+    expected = autograd, one sample after the other, in float64
+    module, input and output gradient are as before
+
+    a batch; one sample; none; one parameter at a time; float32         the rule alone
+    called twice; samples in several rows; one input for all samples    in a small network, by the driver
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.persample.checking.examination import Examination, RuleRow
+from neuromanifold.persample.checking.inputs import check_inputs, own_parameters
+from neuromanifold.persample.rules.registry import find_rule, known_rules, why_no_rule
+
+
+@dataclass(frozen=True)
+class RuleCheck:
+    """What `check_rule` found: a row for each parameter, problems of the rule as a whole, and what was tried."""
+
+    module: str
+    rule: str
+    rows: tuple[RuleRow, ...]
+    problems: tuple[str, ...]
+    cases: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the rule is right in every case."""
+        return not self.problems and all(row.passed for row in self.rows)
+
+    def __str__(self) -> str:
+        table = [("parameter", "relative error", "in float32", "form", "verdict")]
+        table += [(r.parameter, _number(r.error), _number(r.error32), r.form, r.problem or "ok") for r in self.rows]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in table]
+        lines.insert(1, "-" * max(map(len, lines)))
+        end = "passed" if self.passed else "FAILED"
+        title = f"Rule `{self.rule}` on {self.module}: {end}"
+        return "\n".join([title, *lines, *(f"problem: {p}" for p in self.problems), f"cases: {', '.join(self.cases)}"])
+
+    __repr__ = __str__
+
+
+def check_rule(
+    module: nn.Module,
+    inputs: Tensor | tuple[Any, ...],
+    *,
+    options: Mapping[str, Any] | None = None,
+    samples: int = 8,
+    seed: int = 0,
+) -> RuleCheck:
+    """Try a module's rule against autograd, sample by sample; print the result, or ask its `.passed`.
+
+    Nothing of the module is changed: copies are tried, in eval mode, in float64 and in float32, with parameters moved a
+    little at random.
+
+    Args:
+        module: an example of the layer, with parameters of its own.  Take odd and different sizes, and buffers that
+            are neither zeros nor ones.
+        inputs: an example of what it is called with: a tensor, or a tuple of all positional arguments.  The first
+            dimension of the first one holds the samples (two at least), and so does that of every other tensor of the
+            same length.  Give positions, if the layer may have any: [samples, positions, features].
+        options: keyword arguments of the call.
+        samples: at most so many of the samples are used; each takes a backward pass.
+        seed: of the random output gradient.
+
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(message("module", "a torch.nn.Module", type(module).__name__))
+    samples = integer_in_range(samples, "samples", 2, 10**6, "one is tried anyway")
+    seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    rule = find_rule(module)
+    if rule is None:
+        advice = f"Enter one with @nm.rule. Rules are known for: {', '.join(known_rules())}."
+        raise ValueError(message("module", "one with a rule", why_no_rule(module), advice))
+    generator = torch.Generator().manual_seed(seed)
+    stirred = _stirred(module, generator)
+    given = check_inputs(stirred, inputs, options, samples)
+    examination = Examination(stirred, rule, given, generator)
+    rows = examination.run()
+    problems, cases = tuple(examination.problems), tuple(examination.cases)
+    return RuleCheck(type(module).__name__, rule.function.__name__, rows, problems, cases)
+
+
+@torch.no_grad()
+def _stirred(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy whose parameters have no ones and zeros, behind which a wrong factor could hide; signs are kept."""
+    module = copy.deepcopy(module)
+    for parameter in own_parameters(module).values():
+        noise = torch.rand(parameter.shape, generator=generator).to(parameter)
+        parameter.copy_(torch.where(parameter == 0, 0.5 * noise, parameter * (0.5 + noise)))
+    return module
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1e}" if value else "0"

@@ -1,0 +1,214 @@
+"""All cases that a rule is tried in."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core.checks import message
+from neuromanifold.persample.checking.inputs import Inputs, own_parameters
+from neuromanifold.persample.checking.situations import Kept, Network, rows, same, shared, state, twice
+from neuromanifold.persample.gradients import Accumulators, Form
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule
+from neuromanifold.persample.samples import SamplePullback
+from neuromanifold.persample.sums import Pass
+from neuromanifold.reference.layer import sample_gradients
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of ‖found - expected‖/‖expected‖
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """One parameter: the largest error of all cases, the form, and what is wrong with it."""
+
+    parameter: str
+    error: float  # relative, in float64
+    error32: float  # in float32
+    form: str
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problem
+
+
+@dataclass
+class Examination:
+    """All cases of one rule.  Each has a fresh copy of the module, so that none spoils another."""
+
+    module: nn.Module
+    rule: Rule
+    given: Inputs
+    generator: torch.Generator
+    errors: dict[tuple[str, torch.dtype], float] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    found: dict[str, str] = field(default_factory=dict)  # the first problem of each parameter
+    problems: list[str] = field(default_factory=list)
+    cases: list[str] = field(default_factory=list)
+
+    def run(self) -> tuple[RuleRow, ...]:
+        """Try everything; `problems` and `cases` are filled meanwhile."""
+        names = [name for name, parameter in self.module._parameters.items() if parameter is not None]
+        self._alone("a batch", self.given, names)
+        self._alone("one sample", self.given.first(1), names)
+        if self._takes_none():
+            self._alone("no sample", self.given.first(0), names)
+        for name in names if len(names) > 1 else ():
+            self._alone(f"only {name} wanted", self.given, [name])
+        self._in_network("called twice", twice, self.given)
+        if self.rule.extra_dims and self.given.plain:
+            self._in_network("samples in several rows", rows, self.given)
+            self._in_network("one input for all samples", shared, self.given)
+        self._alone("float32", self.given, names, torch.float32)
+        return tuple(self._row(name) for name in names)
+
+    def _takes_none(self) -> bool:
+        """Whether the module itself can be called without samples."""
+        module, given = self.given.first(0).ready(self.module, torch.float64)
+        try:
+            return len(module(*given.args, **given.options)) == 0
+        except Exception:
+            return False
+
+    def _row(self, name: str) -> RuleRow:
+        double, single = (self.errors.get((name, dtype), math.nan) for dtype in (torch.float64, torch.float32))
+        return RuleRow(name, double, single, self.kinds.get(name, "-"), self.found.get(name, ""))
+
+    def _alone(self, case: str, given: Inputs, names: list[str], dtype: torch.dtype = torch.float64) -> None:
+        """The rule's function on one call."""
+        self.cases.append(case)
+        module, given = given.ready(self.module, dtype)
+        exact, args = given.ready(self.module, torch.float64)
+        parameters = [own_parameters(exact)[name] for name in names]
+        output = exact(*args.args, **args.options)
+        g = torch.randn(output.shape, generator=self.generator).to(output)
+        expected = dict(zip(names, sample_gradients(output, parameters, g), strict=True))
+        call = Call(module, given.args[0], given.args[1:], given.options, g.to(dtype), frozenset(names))
+        with self._reported(case, names), self._pure(case, call), torch.no_grad():
+            forms = self.rule.function(call)
+            if not isinstance(forms, dict):
+                self.problems.append(f"{case}: returns a {type(forms).__name__}, not a dict from names to forms")
+                return
+            for name in names:
+                self._look_at(case, name, forms.get(name), expected[name], dtype)
+
+    def _look_at(self, case: str, name: str, form: object, expected: Tensor, dtype: torch.dtype) -> None:
+        """One form: its shape first, then its numbers."""
+        n, shape = expected.shape[0], expected.shape[1:]
+        if form is None:
+            self._blame(name, f"{case}: nothing is returned for it")
+            return
+        self.kinds[name] = type(form).__name__
+        if not isinstance(form, Form):
+            self._blame(name, f"{case}: a {type(form).__name__} is returned, not a form such as Dense")
+            return
+        if form.samples != n:
+            why = "positions of a sample are not samples: add them up, or give them to Product or Rows"
+            self._blame(name, f"{case}: gradients of {form.samples} samples for {n} samples; {why}")
+            return
+        if form.shape != shape:
+            why = "sum over everything that is neither sample nor parameter"
+            self._blame(name, f"{case}: gradients of shape {list(form.shape)}, it has {list(shape)}; {why}")
+            return
+        for what, found, wanted in _numbers(form, expected.double(), dtype):
+            self._compare(case + what, name, found, wanted, dtype)
+
+    def _in_network(self, case: str, call: Callable[..., Tensor], given: Inputs) -> None:
+        """As the driver uses it: taps around the module, several uses added up before squaring."""
+        self.cases.append(case)
+        module, given = given.ready(self.module, torch.float64)
+        own = own_parameters(module)
+        net = Network(module, call)
+        output = net(given)
+        g = torch.randn(output.shape, generator=self.generator).to(output)
+        expected = sample_gradients(output, list(own.values()), g)
+        pullback, kept = SamplePullback(net, list(own.values())), Kept()
+        with self._reported(case, list(own)), torch.enable_grad(), pullback.attached():
+            logits = pullback.forward(lambda: net(given), lambda outputs: outputs)
+            pullback(logits, g, False, kept, Pass(), waits=False)
+            for i, name in enumerate(own):
+                if i in pullback.rest():
+                    self._blame(
+                        name, f"{case}: the rule is not used, since the driver cannot tell what belongs to whom"
+                    )
+                elif i not in kept.gradients:
+                    self._blame(name, f"{case}: nothing is returned for it")
+                else:
+                    squares = expected[i].square().sum(0)
+                    self._compare(case, name, kept.gradients[i], expected[i], torch.float64)
+                    self._compare(f"{case}, squares", name, kept.squares[i], squares, torch.float64)
+
+    def _compare(self, case: str, name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+        if found.shape != expected.shape:
+            self._blame(name, f"{case}: shape {list(found.shape)} instead of {list(expected.shape)}")
+            return
+        error = _relative(found.double(), expected)
+        self.errors[name, dtype] = max(error, self.errors.get((name, dtype), 0.0))
+        if error <= TOLERANCE[dtype]:
+            return
+        size = float(expected.flatten() @ expected.flatten())
+        factor = float(found.double().flatten() @ expected.flatten()) / size if size else math.nan
+        if factor and _relative(found.double(), factor * expected) <= 10 * TOLERANCE[dtype]:
+            self._blame(name, f"{case}: {factor:.4g} times what autograd has")
+        else:
+            self._blame(name, f"{case}: off by {error:.2g} of its size")
+
+    def _blame(self, name: str, problem: str) -> None:
+        self.found.setdefault(name, problem)
+
+    @contextmanager
+    def _reported(self, case: str, names: list[str]) -> Iterator[None]:
+        """An error inside the rule is a finding, with the place where it happened."""
+        try:
+            yield
+        except NotApplicableError as error:
+            advice = "Its rule looked at it and refused; it is treated as a module without one."
+            raise ValueError(message("module", "one that its rule applies to", str(error), advice)) from error
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, line {last.lineno}"
+            for name in names:
+                self._blame(name, f"{case}: {type(error).__name__}: {str(error).splitlines()[0]} ({where})")
+
+    @contextmanager
+    def _pure(self, case: str, call: Call) -> Iterator[None]:
+        """What is handed to a rule is as before when it is done."""
+        before, x, g = state(call.module), call.x.clone(), call.g.clone()
+        yield
+        for what, changed in (
+            ("the module", not same(before, state(call.module))),
+            ("its input in place", not torch.equal(call.x, x)),
+            ("the output gradient in place, which others still need", not torch.equal(call.g, g)),
+        ):
+            if changed and not any(f"changes {what}" in problem for problem in self.problems):
+                self.problems.append(f"{case}: changes {what}")
+
+
+def _numbers(form: Form, expected: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Everything that is ever asked of a form, next to what it should be."""
+    zeros = torch.zeros(form.shape, dtype=dtype, device=form.device)
+    size = float(form.magnitude())
+    unit = 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
+    to = Accumulators(zeros, torch.zeros_like(zeros), unit, weight=0.5)
+    yield "", form.gradients(0, form.samples, dtype), expected
+    form.add_squares(to)
+    yield ", squares", to.squares, expected.square().sum(0)
+    assert to.fourths is not None
+    yield ", fourth powers", to.fourths.double() * 2, (expected / unit).square().square().sum(0)
+    yield ", norms", form.squared_norms(dtype), expected.flatten(1).square().sum(1)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖/‖expected‖; of nothing, whether there is anything."""
+    if not expected.numel():
+        return 0.0
+    error, size = (float(torch.linalg.vector_norm(t)) for t in (found - expected, expected))
+    return error / size if size else float(error > 0)

@@ -1,0 +1,42 @@
+"""Gradients of single samples, in the form in which a layer has them: never as one tensor [samples, *parameter].
+
+A layer's rule turns its input and the gradient of its output into one of these for each of its parameters.  What is
+done with them (squares, fourth powers, norms) is done here, a few samples and a tile of the parameter at a time.
+
+    Dense        the gradients themselves [n, ...]: biases, scales, everything small
+    Product      Σ_t left_t ⊗ right_t: linear layers, t the positions of a sample
+    Rows         Σ_t g_t into row id_t: embeddings
+    Convolution  Product with the windows of the input, which are not written out
+
+Letters: n sample, t position, o/i out/in features.
+"""
+
+from __future__ import annotations
+
+from neuromanifold.persample.gradients.base import (
+    BOUND,
+    Accumulators,
+    Dense,
+    Form,
+    root_mean_square,
+    row_limit,
+    tile_size,
+)
+from neuromanifold.persample.gradients.products import Product, SquaredProduct
+from neuromanifold.persample.gradients.rows import Rows
+from neuromanifold.persample.gradients.totals import Sum, add
+
+__all__ = [
+    "BOUND",
+    "Accumulators",
+    "Dense",
+    "Form",
+    "Product",
+    "Rows",
+    "SquaredProduct",
+    "Sum",
+    "add",
+    "root_mean_square",
+    "row_limit",
+    "tile_size",
+]

@@ -1,0 +1,203 @@
+"""Gradients that are products: linear layers, and whatever is written as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from neuromanifold.kernels import c as native
+from neuromanifold.kernels import triton as kernels
+from neuromanifold.persample.gradients.base import BOUND, Accumulators, Form, root_mean_square, row_limit, tile_size
+
+
+@dataclass
+class Product(Form):
+    """Σ_t left[n, t, o] right[n, t, i], viewed as the parameter's shape.
+
+    With a dimension for groups, [n, G, t, o] and [n, G, t, i], blocks of the parameter [G, o, i] have factors of their
+    own.
+    """
+
+    left: Tensor
+    right: Tensor
+    shape: torch.Size = field(default_factory=torch.Size)
+
+    def __post_init__(self) -> None:
+        self.samples = self.left.shape[0]
+        self.shape = self.shape or torch.Size((self.left.shape[-1], self.right.shape[-1]))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.left.device
+
+    @property
+    def single(self) -> bool:
+        """One position for each sample: then the square of the product is the product of the squares."""
+        return self.left.ndim == 3 and self.left.shape[1] == 1
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """A batched product."""
+        left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
+        return (left.mT @ right).view(stop - start, *self.shape)
+
+    def magnitude(self) -> Tensor:
+        """As if positions added up at random."""
+        size: Tensor = root_mean_square(self.left) * root_mean_square(self.right) * self.left.shape[-2] ** 0.5
+        return size
+
+    def add_squares(self, to: Accumulators) -> None:
+        """(left²)ᵀ(right²) if there is one position; else by a kernel, or by tiles, each squared at once."""
+        ins = self.right.shape[-1]
+        outs = self.shape.numel() // ins if ins else 0  # of all groups
+        dtype, flat = to.squares.dtype, to.view(outs, ins)
+        if self.single:
+            squares = (self.left[:, 0].to(dtype) * to.factor).square_()
+            add_product_of_squares(squares, None, self.right[:, 0].to(dtype), flat)
+        elif self.fits_kernel:
+            self.add_squares_by_kernel(flat)
+        elif self.device.type != "cpu" or not native.add_squares_of_products(
+            self.left.to(dtype), self.right.to(dtype), flat
+        ):
+            self._add_squares_by_tiles(flat)
+
+    def _add_squares_by_tiles(self, to: Accumulators) -> None:
+        """A few samples at a time, or of a large weight a few rows of one sample."""
+        (outs, ins), dtype = to.squares.shape, to.squares.dtype
+        if outs * ins > row_limit(self.device) and self.left.ndim == 3:
+            self._add_squares_by_rows(to, max(1, row_limit(self.device) // ins))
+            return
+        for start, stop in self.pieces():
+            left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
+            tile = (left * to.factor if left.numel() <= right.numel() else left).mT @ (
+                right if left.numel() <= right.numel() else right * to.factor
+            )
+            to.add(tile.view(stop - start, outs, ins))
+
+    def _add_squares_by_rows(self, to: Accumulators, rows: int) -> None:
+        outs, ins = to.squares.shape
+        buffer = torch.empty(1, min(rows, outs), ins, dtype=to.squares.dtype, device=self.device)
+        for n in range(self.samples):
+            left, right = self.left[n].to(buffer.dtype) * to.factor, self.right[n].to(buffer.dtype)
+            for start in range(0, outs, rows):
+                tile = buffer[:, : min(rows, outs - start)]
+                torch.mm(left[:, start : start + rows].T, right, out=tile[0])
+                to.narrow(start, start + rows).add(tile)
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether one kernel can multiply, square and add."""
+        return self.left.ndim == 3 and kernels.suit(self.left, self.right)
+
+    def add_squares_by_kernel(self, to: Accumulators, skip: Tensor | None = None) -> None:
+        """On a GPU, no sample's product is ever written to memory.  `skip` [n, o] marks rows that do not count.
+
+        Numbers of half precision are multiplied as they are; if only one side has it (autocast), the layer has worked
+        with the other one rounded to it, too.
+        """
+        from neuromanifold.kernels.triton.pack import pack  # needs Triton
+        from neuromanifold.kernels.triton.product import add_squares_of_products
+
+        left, right = _last_contiguous(self.left), _last_contiguous(self.right)
+        if left.dtype != right.dtype:
+            dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+            left, right = left.to(dtype), right.to(dtype)
+        packs = left.dtype == torch.float32 and kernels.tf32_products()
+        add_squares_of_products(
+            pack(left) if packs else left,
+            pack(right) if packs else right,
+            to.squares,
+            to.fourths,
+            factors=to.kernel_factors,
+            skip=skip,
+            deterministic=kernels.deterministic(),
+        )
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else by tiles."""
+        positions, outs, ins = self.left.shape[-2], self.left.shape[-1], self.right.shape[-1]
+        if self.single:
+            norms = [side[:, 0].to(dtype).square().sum(1) for side in (self.left, self.right)]
+            return norms[0] * norms[1]
+        if positions * (outs + ins) > outs * ins:
+            return super().squared_norms(dtype)
+        norms = []
+        step = max(1, tile_size(self.device) // max(1, self.left.shape[1:-2].numel() * positions**2))
+        for start in range(0, self.samples, step):
+            left, right = self.left[start : start + step].to(dtype), self.right[start : start + step].to(dtype)
+            norms.append(((left @ left.mT) * (right @ right.mT)).flatten(1).sum(1))
+        return torch.cat(norms) if norms else torch.zeros(0, dtype=dtype, device=self.device)
+
+
+@dataclass
+class SquaredProduct(Form):
+    """What several cotangents leave of a product with one position: Σ_c left_c² [n, o], to be multiplied once."""
+
+    squares: Tensor  # Σ_c (left_c/unit)², [n, o]
+    fourths: Tensor  # Σ_c weight_c (left_c/unit)⁴
+    right: Tensor  # [n, i]
+    unit: Tensor  # a power of two; 0 as long as all have been zero
+    shape: torch.Size
+    unit_is_known: bool = False  # not to be zero, on a CPU: a GPU is not waited for
+
+    @classmethod
+    def of(cls, product: Product, dtype: torch.dtype) -> SquaredProduct:
+        """An empty sum."""
+        left, right = product.left[:, 0], product.right[:, 0]
+        zeros = torch.zeros(left.shape, dtype=dtype, device=left.device)
+        return cls(zeros, zeros.clone(), right, torch.zeros((), dtype=dtype, device=left.device), product.shape)
+
+    def __post_init__(self) -> None:
+        self.samples = self.right.shape[0]
+
+    def add_cotangents(self, left: Tensor, scale: float, weight: float) -> None:
+        """Take the factors [..., n, o] of one or several cotangents; overwrites nothing."""
+        if not self.unit_is_known:
+            size = (root_mean_square(left) / scale).to(self.unit.dtype)
+            first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
+            self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
+            can_be_asked = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+            self.unit_is_known = can_be_asked and bool(self.unit)
+        unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
+        scaled = left.to(self.squares.dtype) / (scale * unit)
+        if left.ndim == 2 and not weight:
+            self.squares.addcmul_(scaled, scaled)
+            return
+        squares = scaled.square_()
+        self.squares += squares if left.ndim == 2 else squares.sum(0)
+        if weight:
+            squares.square_()
+            self.fourths.add_(squares if left.ndim == 2 else squares.sum(0), alpha=weight)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.right.device
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Gone: only squares are left."""
+        raise NotImplementedError
+
+    def magnitude(self) -> Tensor:
+        """As of the product."""
+        return self.squares.mean().sqrt() * self.unit * root_mean_square(self.right)
+
+    def add_squares(self, to: Accumulators) -> None:
+        """One product."""
+        right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
+        add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
+
+
+def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:
+    """squares += (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
+    right2 = right.square()
+    to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
+    if to.fourths is not None:
+        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
+        to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
+
+
+def _last_contiguous(values: Tensor) -> Tensor:
+    return values if values.stride(-1) == 1 else values.contiguous()

@@ -1,0 +1,67 @@
+"""Gradients of embeddings: rows of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from neuromanifold.kernels import triton as kernels
+from neuromanifold.persample.gradients.base import BOUND, Accumulators, Form, root_mean_square
+
+
+@dataclass
+class Rows(Form):
+    """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
+
+    values: Tensor  # [n, t, d]
+    ids: Tensor  # [n, t]
+    rows: int
+    thins: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.samples, self.shape = self.values.shape[0], torch.Size((self.rows, self.values.shape[2]))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.values.device
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Full tables for a few samples."""
+        table = torch.zeros(stop - start, *self.shape, dtype=dtype, device=self.device)
+        ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
+        return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
+
+    def magnitude(self) -> Tensor:
+        """The root mean square of what is put in."""
+        return root_mean_square(self.values)
+
+    def add_squares(self, to: Accumulators) -> None:
+        """Add up what a sample has for a row, square, and add to the row; nothing for rows that a sample lacks."""
+        if kernels.suit(self.values) and not kernels.deterministic():
+            from neuromanifold.kernels.triton.rows import add_squares_of_rows  # needs Triton
+
+            values = self.values if self.values.stride(-1) == 1 else self.values.contiguous()
+            add_squares_of_rows(values, self.ids.contiguous(), to.squares, to.fourths, to.kernel_factors)
+            return
+        sums, rows, _ = self._touched(to.squares.dtype)
+        squares = sums.mul_(to.factor).square_()
+        to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
+        if to.fourths is not None:
+            to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """Of the rows that a sample has."""
+        sums, _, owners = self._touched(dtype)
+        return torch.zeros(self.samples, dtype=dtype, device=self.device).index_add_(0, owners, sums.square().sum(1))
+
+    def _touched(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """For each pair of a sample and a row that it has: the sum [pairs, d], the row, the sample."""
+        samples = torch.arange(self.samples, device=self.device)[:, None]
+        pairs, inverse = torch.unique(samples * self.rows + self.ids, return_inverse=True)
+        sums = torch.zeros(len(pairs), self.values.shape[2], dtype=dtype, device=self.device)
+        sums.index_add_(0, inverse.flatten(), self.values.flatten(0, 1).to(dtype))
+        return sums, pairs % self.rows, pairs // self.rows

@@ -1,0 +1,88 @@
+"""A parameter that is used several times: its gradients are added before they are squared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neuromanifold.kernels import triton as kernels
+from neuromanifold.persample.gradients.base import BOUND, Accumulators, Dense, Form
+from neuromanifold.persample.gradients.products import Product
+from neuromanifold.persample.gradients.rows import Rows
+
+
+@dataclass
+class Sum(Form):
+    """The sum of several: a parameter that is used several times has its gradients added before they are squared."""
+
+    parts: Sequence[Form]
+
+    def __post_init__(self) -> None:
+        self.samples, self.shape = self.parts[0].samples, self.parts[0].shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.parts[0].device
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Added up."""
+        total = self.parts[0].gradients(start, stop, dtype)
+        for part in self.parts[1:]:
+            total += part.gradients(start, stop, dtype).view_as(total)
+        return total
+
+    def magnitude(self) -> Tensor:
+        """Of the largest."""
+        return torch.stack([part.magnitude() for part in self.parts]).amax()
+
+
+@dataclass
+class Tied(Sum):
+    """An embedding that is also the last layer's weight: a product, and rows."""
+
+    product: Product
+    rows: Rows
+
+    def add_squares(self, to: Accumulators) -> None:
+        """By kernels, rows that a sample looks up are left out of the product's squares and done on their own."""
+        if not (self.product.fits_kernel and kernels.suit(self.rows.values)):
+            super().add_squares(to)
+            return
+        ids, left, right = self.rows.ids, self.product.left, self.product.right
+        looked_up = torch.zeros(self.samples, self.rows.rows, dtype=torch.uint8, device=self.device)
+        self.product.add_squares_by_kernel(to, skip=looked_up.scatter_(1, ids, 1))
+        same = ids[:, :, None] == ids[:, None, :]  # [n, s, s]
+        again = (same & torch.ones_like(same[0]).tril(-1)).any(-1)  # [n, s]  the row has been looked up before
+        left_there = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1)).float()  # [n, t, s]
+        gradients = left_there.mT @ right.float() + same.float() @ self.rows.values.float()  # [n, s, d]
+        squares = gradients.mul_(to.factor).masked_fill_(again[..., None], 0.0).square_().flatten(0, 1)
+        to.squares.index_add_(0, ids.flatten(), squares, alpha=to.unit**2)
+        if to.fourths is not None:
+            to.fourths.index_add_(0, ids.flatten(), squares.clamp_(max=BOUND).square_(), alpha=to.weight)
+
+
+def add(forms: Sequence[Form]) -> Form:
+    """The sum of the gradients.  Products of the same shape are one product over the positions of all of them."""
+    if len(forms) == 1:
+        return forms[0]
+    kinds = {type(form) for form in forms}
+    if kinds == {Product}:
+        products = [form for form in forms if isinstance(form, Product)]
+        if len({(p.left.shape[1:-2], p.left.shape[-1], p.shape) for p in products}) == 1:
+            left, right = (torch.cat([getattr(p, side) for p in products], -2) for side in ("left", "right"))
+            return Product(left, right, products[0].shape)
+    if kinds == {Rows}:
+        tables = [form for form in forms if isinstance(form, Rows)]
+        values, ids = torch.cat([t.values for t in tables], 1), torch.cat([t.ids for t in tables], 1)
+        return Rows(values, ids, tables[0].rows)
+    if kinds == {Dense}:
+        return Dense(torch.stack([form.values for form in forms if isinstance(form, Dense)]).sum(0))
+    if kinds == {Product, Rows}:
+        product, rows = (add([form for form in forms if isinstance(form, kind)]) for kind in (Product, Rows))
+        if isinstance(product, Product) and isinstance(rows, Rows) and product.shape == rows.shape:
+            return Tied([product, rows], product, rows)
+    return Sum(forms)

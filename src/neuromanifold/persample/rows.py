@@ -1,0 +1,75 @@
+"""Gradients themselves, instead of their squares: a row for each sample, or for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.sums import Pass
+
+
+class GradientRows:
+    """Hands over the gradients of each backward pass as rows [n, P]: of n samples, or of the batch as a whole (n = 1).
+
+    Parameters that no rule does come as one gradient for each sample, one after the other.
+    """
+
+    waits = False
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        take: Callable[[Tensor], None],
+        reserve: Callable[[int], None],
+    ) -> None:
+        """`dtype`: float32 or float64, of the rows; `reserve` is told how many come before they are made."""
+        ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0).tolist()
+        self._columns = [slice(end - p.numel(), end) for p, end in zip(parameters, ends, strict=True)]
+        self._size, self._dtype, self._take, self._reserve = ends[-1], dtype, take, reserve
+        self._rows: Tensor | None = None  # of samples, by rules
+        self._alone: list[list[tuple[int, Tensor]]] = []  # of batches, or of samples one by one
+        self.batches = 0
+        self.after_batch: Callable[[], None] | None = None
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """One row, of a batch or of the next sample; None stands for zero."""
+        values = [(i, g.reshape(-1).to(self._dtype) / made_by.scale) for i, g in enumerate(gradients) if g is not None]
+        self._alone.append(values)
+
+    @torch.no_grad()
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """The part of parameter number i in the rows of all samples."""
+        if self._rows is None:
+            self._reserve(form.samples)
+            self._rows = torch.zeros(form.samples, self._size, dtype=self._dtype, device=form.device)
+        columns = self._rows[:, self._columns[i]]
+        columns.add_(form.gradients(0, form.samples, self._dtype).view_as(columns), alpha=1 / made_by.scale)
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """Hand over the rows."""
+        rows, alone = self._rows, self._alone
+        self._rows, self._alone = None, []
+        if rows is None:
+            self._reserve(len(alone))
+            devices = [value.device for values in alone for _, value in values[:1]] or [torch.device("cpu")]
+            rows = torch.zeros(len(alone), self._size, dtype=self._dtype, device=devices[0])
+        for n, values in enumerate(alone):
+            for i, value in values:
+                rows[n, self._columns[i]] += value.to(rows.device)
+        if len(rows):
+            self._take(rows)
+
+    def end_batch(self) -> None:
+        """Look at what one batch has taken."""
+        self.batches += 1
+        if self.after_batch is not None:
+            self.after_batch()
+
+    def settle(self) -> None:
+        """Nothing waits."""

@@ -1,0 +1,21 @@
+"""Rules: from a layer's input and the gradient of its output to gradients of single samples.  One file per family."""
+
+from neuromanifold.persample.rules import convolution, embedding, linear, normalisation, scales
+from neuromanifold.persample.rules.parametrized import Place, find_any_rule, places
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule, find_rule, rule
+
+__all__ = [
+    "Call",
+    "NotApplicableError",
+    "Place",
+    "Rule",
+    "convolution",
+    "embedding",
+    "find_any_rule",
+    "find_rule",
+    "linear",
+    "normalisation",
+    "places",
+    "rule",
+    "scales",
+]

@@ -1,0 +1,262 @@
+"""Convolutions in one, two and three dimensions, and transposed ones, with every option of torch's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from neuromanifold.kernels import c as native
+from neuromanifold.kernels import triton as kernels
+from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
+from neuromanifold.persample.rules.normalisation import sum_over
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule
+
+_FEW = 100  # positions
+_THIN = 8  # a group with so few pairs of channels is not worth a product of matrices
+
+
+@dataclass
+class Convolution(Form):
+    """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
+
+    One kernel does it all: on a CPU if it can be compiled, on a GPU if there is one row m for each sample.  Else, on a
+    CPU, each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
+    arithmetic of an ordinary backward.  For small images, windows are written out for a few samples at a time and
+    multiplied.
+    """
+
+    x: Tensor
+    g: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    groups: int
+
+    def __post_init__(self) -> None:
+        self.samples = self.x.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.x.device
+
+    def magnitude(self) -> Tensor:
+        """As if positions added up at random."""
+        positions = (self.x if self.transposed else self.g)[0:1, :, 0].numel()
+        size: Tensor = root_mean_square(self.x) * root_mean_square(self.g) * positions**0.5
+        return size
+
+    @property
+    def _by_windows(self) -> bool:
+        """Whether windows are written out: on a GPU, and where there are few, for which torch's own is slow."""
+        positions = (self.x if self.transposed else self.g).shape[3:].numel()
+        return self.groups == 1 and (self.device.type != "cpu" or positions <= _FEW)
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """[stop - start, *shape]."""
+        if self._by_windows and start < stop:
+            return self._product(start, stop).gradients(0, stop - start, dtype)
+        if self.device.type != "cpu" and self.groups > 1 and start < stop:
+            apart = self._groups_as_samples(start, stop)
+            return apart.gradients(0, apart.samples, dtype).view(stop - start, *self.shape)
+        return self._weight_gradient(self.x[start:stop].to(dtype), self.g[start:stop].to(dtype), self.shape)
+
+    def _groups_as_samples(self, start: int, stop: int) -> Convolution:
+        """Each group of each sample as a sample of its own: for many groups, torch's own is slow on a GPU."""
+        x, g = (
+            torch.unflatten(t[start:stop], 2, (self.groups, -1)).movedim(2, 1).flatten(0, 1)  # [n·groups, m, c, *space]
+            for t in (self.x, self.g)
+        )
+        return replace(self, x=x, g=g, shape=torch.Size((self.shape[0] // self.groups, *self.shape[1:])), groups=1)
+
+    def add_squares(self, to: Accumulators) -> None:
+        """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
+        size = self.shape.numel()
+        if self.fits_kernel:
+            self._add_squares_by_kernel(to.view(self.shape[0], self.shape[1:].numel()))
+        elif self._add_squares_natively(to):
+            return
+        elif self._by_windows:
+            for start, stop in self._pieces_of_windows():
+                self._product(start, stop).add_squares(to)
+        elif size <= row_limit(self.device) or self.groups > 1:
+            super().add_squares(to)
+        else:
+            self._add_squares_by_rows(to)
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether a kernel can do it."""
+        return self.x.shape[1] == 1 and kernels.suit(self.x, self.g)
+
+    @property
+    def slid_and_fixed(self) -> tuple[Tensor, Tensor]:
+        """[n, c, *space]: what windows are taken of (a transposed one's output), and what they are multiplied by."""
+        x, g = self.x[:, 0], self.g[:, 0]
+        return (g, x) if self.transposed else (x, g)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        kernel = self.shape[2:]
+        return {"kernel": kernel, "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+
+    def _add_squares_by_kernel(self, to: Accumulators) -> None:
+        """Tiles of the weight, squared in registers."""
+        from neuromanifold.kernels.triton.convolution import add_squares  # needs Triton
+
+        slid, fixed = self.slid_and_fixed
+        add_squares(
+            slid,
+            fixed,
+            to.squares,
+            to.fourths,
+            **self._options,
+            padding=self.padding,
+            factors=to.kernel_factors,
+            tf32=kernels.tf32_convolutions(),
+            deterministic=kernels.deterministic(),
+        )
+
+    def _add_squares_natively(self, to: Accumulators) -> bool:
+        """On a CPU, windows are read off the image; the rows m are one more of its dimensions.  Whether it was done."""
+        if self.device.type != "cpu":
+            return False
+        x, g = (image.transpose(1, 2).to(to.squares.dtype) for image in (self.x, self.g))  # [n, c, m, *space]
+        return native.add_squares_of_convolution(
+            *((g, x) if self.transposed else (x, g)),
+            to,
+            kernel=(1, *self.shape[2:]),
+            stride=(1, *self.stride),
+            padding=(0, *self.padding),
+            dilation=(1, *self.dilation),
+            groups=self.groups,
+        )
+
+    def dense(self) -> Tensor:
+        """By a kernel, all gradients [n, *shape]: for depthwise convolutions, whose weights are small."""
+        from neuromanifold.kernels.triton.depthwise import gradients  # needs Triton
+
+        slid, fixed = self.slid_and_fixed
+        found = gradients(_pad(slid, self.padding), fixed.contiguous(), **self._options)
+        return found.view(self.samples, *self.shape)
+
+    def _add_squares_by_rows(self, to: Accumulators) -> None:
+        dtype, rows = to.squares.dtype, max(1, row_limit(self.device) // self.shape[1:].numel())
+        for row in range(0, self.shape[0], rows):
+            block, stop = to.narrow(row, row + rows), min(row + rows, self.shape[0])
+            shape = torch.Size((stop - row, *self.shape[1:]))
+            for n in range(self.samples):
+                x, g = self.x[n : n + 1].to(dtype), self.g[n : n + 1].to(dtype)
+                x, g = (x[:, :, row:stop], g) if self.transposed else (x, g[:, :, row:stop])
+                block.add(self._weight_gradient(x, g, shape).mul_(to.factor))
+
+    def _weight_gradient(self, x: Tensor, g: Tensor, shape: torch.Size) -> Tensor:
+        """torch's own, with samples as groups: [n, *shape]."""
+        n = x.shape[0]
+        if not n:
+            return torch.zeros(0, *shape, dtype=x.dtype, device=x.device)
+        weight = torch.empty((), dtype=x.dtype, device=x.device).expand(n * shape[0], *shape[1:])
+        found = torch.ops.aten.convolution_backward(
+            g.transpose(0, 1).flatten(1, 2),  # [m, n·o, *space]
+            x.transpose(0, 1).flatten(1, 2),
+            weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self._output_padding(),
+            n * self.groups,
+            [False, True, False],
+        )[1]
+        gradients: Tensor = found.view(n, *shape)
+        return gradients
+
+    def _output_padding(self) -> list[int]:
+        """What is left over of the output of a transposed convolution."""
+        if not self.transposed:
+            return [0] * len(self.stride)
+        found = []
+        for d, size in enumerate(self.g.shape[3:]):
+            covered = (self.x.shape[3 + d] - 1) * self.stride[d] + self.dilation[d] * (self.shape[2 + d] - 1) + 1
+            found.append(size + 2 * self.padding[d] - covered)
+        return found
+
+    def _product(self, start: int, stop: int) -> Product:
+        """The same with windows written out; the transposed one slides over its output."""
+        slid, fixed = (self.g, self.x) if self.transposed else (self.x, self.g)
+        slid, fixed = slid[start:stop], fixed[start:stop]
+        n, m = slid.shape[:2]
+        space = fixed.shape[3:]
+        slid = _pad(slid.flatten(0, 1), self.padding)
+        kernel, steps = self.shape[2:], slid.stride()
+        windows = slid.as_strided(
+            (n * m, slid.shape[1], *kernel, *space),
+            (
+                *steps[:2],
+                *(step * dilation for step, dilation in zip(steps[2:], self.dilation, strict=True)),
+                *(step * stride for step, stride in zip(steps[2:], self.stride, strict=True)),
+            ),
+        ).reshape(n, m, slid.shape[1] * kernel.numel(), space.numel())  # [n, m, c·k, t]
+        left = fixed.flatten(3).transpose(2, 3).flatten(1, 2)  # [n, m·t, o]
+        return Product(left, windows.transpose(2, 3).flatten(1, 2), self.shape)
+
+    def _pieces_of_windows(self) -> list[tuple[int, int]]:
+        one = (self.x if not self.transposed else self.g)[:1].numel() * self.shape[2:].numel()
+        step = max(1, tile_size(self.device) // max(1, one))
+        return [(start, min(start + step, self.samples)) for start in range(0, self.samples, step)]
+
+
+@rule(
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    extra_dims=True,
+)
+def convolution(call: Call) -> dict[str, Form]:
+    """The weight's gradients as a Convolution, the bias's as sums over positions."""
+    module = call.module
+    assert isinstance(module, nn.modules.conv._ConvNd)
+    space = len(module.kernel_size)
+    if call.g.ndim < space + 2:
+        raise NotApplicableError("An image without samples.")
+    x, g = (_with_rows(t, space) for t in (call.x, call.g))  # [n, m, c, *space]
+    found: dict[str, Form] = {}
+    if "weight" in call.wanted:
+        x, padding = _padded(module, x)
+        options = (tuple(module.stride), padding, tuple(module.dilation), module.transposed, module.groups)
+        weight = Convolution(x, g, module.weight.shape, *options)
+        depthwise = module.groups > 1 and module.weight.shape[1] * module.weight.shape[0] // module.groups <= _THIN
+        found["weight"] = Dense(weight.dense()) if depthwise and weight.fits_kernel else weight
+    if "bias" in call.wanted:
+        found["bias"] = Dense(sum_over(g, (1, *range(3, g.ndim))))
+    return found
+
+
+def _with_rows(values: Tensor, space: int) -> Tensor:
+    """[n, ..., c, *space] as [n, m, c, *space], for a batch without samples, too."""
+    last = values.shape[-space - 1 :]
+    return values.reshape(values.shape[0], values.shape[1 : -space - 1].numel(), *last)
+
+
+def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Zeros on both sides of each dimension of space; contiguous."""
+    amounts = [amount for size in reversed(padding) for amount in (size, size)]
+    return functional.pad(values, amounts).contiguous() if any(amounts) else values.contiguous()
+
+
+def _padded(module: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input, and how much zero padding is still to be added by the convolution itself."""
+    none = (0,) * len(module.kernel_size)
+    if module.padding == "valid":
+        return x, none
+    if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        return x, tuple(module.padding)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    amounts = module._reversed_padding_repeated_twice
+    padded = functional.pad(x.flatten(0, 1), amounts, mode)
+    return padded.view(*x.shape[:2], *padded.shape[1:]), none

@@ -1,0 +1,136 @@
+"""Layers that normalise, then scale and shift: y = w∘x̂ + b, so ∂/∂w = Σ_t g_t∘x̂_t and ∂/∂b = Σ_t g_t."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from neuromanifold.kernels import triton as kernels
+from neuromanifold.persample.gradients import Dense, Form
+from neuromanifold.persample.rules.registry import Call, rule
+
+
+@rule(nn.LayerNorm, extra_dims=True)
+def layer_norm(call: Call) -> dict[str, Form]:
+    """x̂ over the last dimensions; the scale has their shape."""
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    if len(module.normalized_shape) == 1 and _suits_kernel(call):
+        return _by_kernel(call, module.eps, centred=True)
+    over = len(module.normalized_shape)
+
+    def normalised() -> Tensor:
+        return functional.layer_norm(_input(call), module.normalized_shape, None, None, module.eps)
+
+    return _scale_and_shift(call, normalised, tuple(range(1, call.g.ndim - over)))
+
+
+@rule(nn.RMSNorm, parameters=("weight",), extra_dims=True)
+def rms_norm(call: Call) -> dict[str, Form]:
+    """As above without the mean."""
+    module = call.module
+    assert isinstance(module, nn.RMSNorm)
+    if len(module.normalized_shape) == 1 and _suits_kernel(call):
+        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's own, in half precision too
+        return _by_kernel(call, eps, centred=False)
+    over = len(module.normalized_shape)
+
+    def normalised() -> Tensor:
+        return functional.rms_norm(_input(call), list(module.normalized_shape), None, module.eps)
+
+    return _scale_and_shift(call, normalised, tuple(range(1, call.g.ndim - over)))
+
+
+@rule(nn.GroupNorm)
+def group_norm(call: Call) -> dict[str, Form]:
+    """x̂ over groups of channels; the scale has one entry for each channel, the second dimension."""
+    module = call.module
+    assert isinstance(module, nn.GroupNorm)
+
+    def normalised() -> Tensor:
+        return functional.group_norm(_input(call), module.num_groups, None, None, module.eps)
+
+    return _scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
+
+
+def _fixed_or_own_statistics(module: nn.Module) -> bool:
+    """Not where the batch's own statistics would be used: they mix the samples."""
+    return isinstance(module, nn.modules.instancenorm._InstanceNorm) or module.running_mean is not None
+
+
+@rule(
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    applies=_fixed_or_own_statistics,
+)
+def batch_or_instance_norm(call: Call) -> dict[str, Form]:
+    """x̂ by running statistics, or by each sample's and channel's own."""
+    module = call.module
+    assert isinstance(module, nn.modules.batchnorm._NormBase)
+    mean, variance = module.running_mean, module.running_var
+    if mean is not None and variance is not None and kernels.suit(call.x, call.g, mean, variance):
+        from neuromanifold.kernels.triton.norms import channel_norm_sums  # needs Triton
+
+        x, g = (values.contiguous() for values in (call.x, call.g))
+        x, g = (values.flatten(2) if values.ndim > 2 else values[..., None] for values in (x, g))
+        return _wanted(call, *channel_norm_sums(x, g, mean, variance, module.eps))
+
+    def normalised() -> Tensor:
+        x = _input(call)
+        if mean is None or variance is None:
+            return functional.instance_norm(x, eps=module.eps)
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        scale = (variance.to(x.dtype) + module.eps).rsqrt()
+        return (x - mean.to(x.dtype).view(shape)) * scale.view(shape)
+
+    return _scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
+
+
+def _suits_kernel(call: Call) -> bool:
+    if not kernels.suit(call.x, call.g):
+        return False
+    from neuromanifold.kernels.triton.norms import fits_feature_norm  # needs Triton
+
+    return fits_feature_norm(call.x, call.g)
+
+
+def _by_kernel(call: Call, eps: float, *, centred: bool) -> dict[str, Form]:
+    """x̂ over the last dimension, multiplied and summed in one reading of both tensors."""
+    from neuromanifold.kernels.triton.norms import feature_norm_sums
+
+    x, g = (values.reshape(values.shape[0], -1, values.shape[-1]) for values in (call.x, call.g))
+    return _wanted(call, *feature_norm_sums(x, g, eps, centred=centred))
+
+
+def _wanted(call: Call, scale: Tensor, shift: Tensor) -> dict[str, Form]:
+    sums = {"weight": scale, "bias": shift}
+    return {name: Dense(sums[name]) for name in call.wanted}
+
+
+def _scale_and_shift(call: Call, normalised: object, over: tuple[int, ...]) -> dict[str, Form]:
+    """Sum over the dimensions that are neither samples nor the parameter's."""
+    found: dict[str, Form] = {}
+    if "weight" in call.wanted:
+        found["weight"] = Dense(sum_over(at_least_float32(call.g) * normalised(), over))  # type: ignore[operator]
+    if "bias" in call.wanted:
+        found["bias"] = Dense(sum_over(call.g, over))
+    return found
+
+
+def _input(call: Call) -> Tensor:
+    """The input in the precision of the gradient, float32 at least: products of large float16 numbers overflow."""
+    return call.x.to(at_least_float32(call.g).dtype)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """float16 and bfloat16 as float32."""
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+def sum_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sum over dimensions, in float32 or better; over none, or over a single position: as it is."""
+    dtype = torch.float32 if values.dtype.itemsize < 4 else values.dtype
+    if all(values.shape[dim] == 1 for dim in dims):
+        return values.squeeze(dims).to(dtype)
+    return values.sum(dims, dtype=dtype)

@@ -1,0 +1,141 @@
+"""Which layers have a rule, and how one is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from neuromanifold.core.checks import message
+from neuromanifold.persample.gradients import Form
+
+
+class Call(NamedTuple):
+    """One call of a module: what went in, and the gradient of what came out, both with samples first."""
+
+    module: nn.Module
+    x: Tensor  # the first argument, [n, ...]
+    others: tuple[Any, ...]  # the other positional arguments, as they came
+    options: dict[str, Any]  # the keyword arguments, as they came
+    g: Tensor  # the gradient of the output, [n, ...]
+    wanted: frozenset[str]  # names of the module's own parameters whose gradients are asked for
+    trial: bool = True  # whether this is the time to find out that the rule does not apply; else it has been
+
+
+RuleFunction = Callable[[Call], dict[str, Form]]
+"""The gradients of single samples with respect to the wanted parameters, by name."""
+
+
+class NotApplicableError(TypeError):
+    """Raised by a rule that finds out at work that a module is not what it seemed: the module then has no rule."""
+
+
+Applies = Callable[[nn.Module], bool]
+
+
+class Rule(NamedTuple):
+    """What the registry holds of a layer."""
+
+    function: RuleFunction
+    parameters: frozenset[str]  # all that such a module may have
+    extra_dims: bool  # whether inputs may have any number of dimensions between the samples and what the layer sees
+    applies: Applies
+
+
+_RULES: dict[type[nn.Module], Rule] = {}
+_NAMED: list[tuple[Applies, Rule]] = []
+
+F = TypeVar("F", bound=RuleFunction)
+
+
+def rule(
+    *modules: type[nn.Module],
+    parameters: tuple[str, ...] = ("weight", "bias"),
+    extra_dims: bool = False,
+    applies: Applies | None = None,
+) -> Callable[[F], F]:
+    """Enter a function as the rule of one or several module classes.
+
+    The function gets a `Call` and returns, for each name in `call.wanted`, the gradients of single samples as one of
+    the forms `Dense`, `Product` and `Rows`.  It must be pure: it neither changes the module nor keeps anything.
+
+    Args:
+        modules: classes with this very forward; subclasses count if they have not overridden it.
+        parameters: the names of all parameters that such a module may have of its own.
+        extra_dims: whether the function takes inputs with any number of dimensions after the samples.
+        applies: a module for which this says no is treated as one without a rule.
+
+    """
+    for kind in modules:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(message("modules", "subclasses of torch.nn.Module", repr(kind)))
+    if not modules:
+        raise TypeError(message("modules", "at least one subclass of torch.nn.Module", "none"))
+
+    def enter(function: F) -> F:
+        entry = Rule(function, frozenset(parameters), extra_dims, applies or _always)
+        _RULES.update(dict.fromkeys(modules, entry))
+        return function
+
+    return enter
+
+
+def rule_where(condition: Applies, parameters: tuple[str, ...], extra_dims: bool = False) -> Callable[[F], F]:
+    """Enter a function as the rule of all modules that meet a condition: for classes that may not be installed."""
+
+    def enter(function: F) -> F:
+        _NAMED.append((condition, Rule(function, frozenset(parameters), extra_dims, _always)))
+        return function
+
+    return enter
+
+
+def find_rule(module: nn.Module, computed: frozenset[str] = frozenset()) -> Rule | None:
+    """The rule of a module, if its forward is known, and all of its own parameters are.
+
+    `computed`: what takes the place of further parameters, made from others (`parametrized.py`).
+    """
+    own = {name for name, parameter in module._parameters.items() if parameter is not None} | computed
+    if not own or "forward" in vars(module) or torch_module._global_forward_hooks:
+        return None
+    for kind in type(module).__mro__:
+        entry = _RULES.get(kind)
+        if entry is not None:
+            if type(module).forward is kind.forward:  # type: ignore[attr-defined]
+                return entry if own <= entry.parameters and entry.applies(module) else None
+            break  # another forward: perhaps one of those below
+    for condition, entry in _NAMED:
+        if own <= entry.parameters and condition(module):
+            return entry
+    return None
+
+
+def _always(module: nn.Module) -> bool:
+    del module
+    return True
+
+
+def known_rules() -> list[str]:
+    """What has a rule, for messages: module classes by name, rules of other libraries' classes by their function's."""
+    named = [entry.function.__name__ for _, entry in _NAMED]
+    return sorted({kind.__name__ for kind in _RULES} | set(named), key=str.lower)
+
+
+def why_no_rule(module: nn.Module) -> str:
+    """Why `find_rule` finds none, in words; empty if it finds one."""
+    if find_rule(module) is not None:
+        return ""
+    kind, own = type(module).__name__, {name for name, value in module._parameters.items() if value is not None}
+    if not own:
+        inside = next((f"{name!r} ({type(child).__name__})" for name, child in module.named_children()), "")
+        return f"{kind} has no parameters of its own" + (f"; its part {inside} may" if inside else "")
+    entered = next((parent for parent in type(module).__mro__ if parent in _RULES), None)
+    if "forward" in vars(module) or (entered is not None and type(module).forward is not entered.forward):
+        return f"{kind} has a forward of its own" + (f", other than {entered.__name__}'s" if entered else "")
+    if entered is None:
+        return f"{kind} has not been entered"
+    if not own <= _RULES[entered].parameters:
+        return f"the rule of {entered.__name__} does not know {', '.join(sorted(own - _RULES[entered].parameters))}"
+    return f"the rule of {entered.__name__} says that it does not apply to this {kind}"

@@ -1,0 +1,87 @@
+"""Layers that multiply what they compute by a parameter: PReLU, and variants of RMSNorm and LayerNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.persample.gradients import Dense, Form
+from neuromanifold.persample.rules.normalisation import at_least_float32, sum_over
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule, rule_where
+
+
+@rule(nn.PReLU, parameters=("weight",))
+def prelu(call: Call) -> dict[str, Form]:
+    """y = max(x, 0) + w min(x, 0), with one w or one for each channel (the second dimension)."""
+    product = at_least_float32(call.g) * call.x.clamp(max=0)
+    single = call.module.num_parameters == 1
+    over = tuple(range(1 if single else 2, product.ndim))
+    summed = sum_over(product, over)  # [n] or [n, c]
+    return {"weight": Dense(summed[:, None] if single else summed)}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A norm of another library: a vector named weight, perhaps one named bias, and a name that says so."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    named = type(module).__name__.endswith(("RMSNorm", "LayerNorm", "GlobalResponseNorm", "ScaleNorm"))
+    alone = not any(True for _ in module.children()) and not type(module).__module__.startswith("torch.")
+    scaled = module._parameters.get("weight") is not None
+    return named and alone and scaled and all(parameter.ndim == 1 for parameter in own)
+
+
+@rule_where(_is_norm, parameters=("weight", "bias"), extra_dims=True)
+def norm_like(call: Call) -> dict[str, Form]:
+    """y = w∘x̂ + b, with x̂ = f(w = 1) - f(w = 0) from the module itself; refused if y is something else.
+
+    So variants need not be known: whether there is an epsilon, in which precision, and whether w or 1 + w is used.
+    """
+    weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
+    assert weight is not None
+    nothing = None if bias is None else torch.zeros_like(bias)
+    origin = _evaluate(call, torch.zeros_like(weight), nothing)
+    scaled = _evaluate(call, torch.ones_like(weight), nothing) - origin
+    fitting = [d for d in range(1, scaled.ndim) if scaled.shape[d] == len(weight)]
+    known = not call.trial and len(fitting) == 1
+    dim = fitting[0] if known else _feature_dimension(call, weight, bias, origin, scaled)
+    over = tuple(d for d in range(1, call.g.ndim) if d != dim)
+    found: dict[str, Form] = {}
+    if "weight" in call.wanted:
+        found["weight"] = Dense(sum_over(call.g * scaled, over))
+    if "bias" in call.wanted:
+        found["bias"] = Dense(sum_over(call.g, over))
+    return found
+
+
+def _feature_dimension(call: Call, weight: Tensor, bias: Tensor | None, origin: Tensor, scaled: Tensor) -> int:
+    """Along which dimension the weight lies; found by trying, so that no layer is taken for what it is not.
+
+    Tried with entries that are all different: the module's own are often all one, which fits every dimension.
+    """
+    some = torch.linspace(0.5, 1.5, len(weight), dtype=weight.dtype, device=weight.device)
+    output = _evaluate(call, some, None if bias is None else some)
+    eps = torch.finfo(call.x.dtype if call.x.dtype.itemsize < 4 else torch.float32).eps  # many work in float32 inside
+    for dim in reversed(range(1, output.ndim)):
+        if output.shape[dim] != len(weight):
+            continue
+        shape = [1] * output.ndim
+        shape[dim] = len(weight)
+        vector = some.view(shape).to(scaled)
+        expected = origin + scaled * vector + (0.0 if bias is None else vector)
+        error, size = (torch.linalg.vector_norm(t) for t in (output - expected, output.abs() + origin.abs() + vector))
+        if not output.numel() or error <= 16 * eps * size:
+            return dim
+    raise NotApplicableError(f"{type(call.module).__name__} is not linear in its weight.")
+
+
+def _evaluate(call: Call, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The module's forward with another weight, in float32 or better; the module is put back whatever happens."""
+    module, before = call.module, dict(call.module._parameters)
+    try:
+        module._parameters["weight"] = weight  # type: ignore[assignment]
+        if bias is not None:
+            module._parameters["bias"] = bias.detach()  # type: ignore[assignment]
+        with torch.no_grad():
+            output: Tensor = module.forward(call.x, *call.others, **call.options)
+        return output if output.dtype.itemsize >= 4 else output.float()
+    finally:
+        module._parameters.update(before)

@@ -1,0 +1,173 @@
+"""Sums of small parameters: biases and scales are many, so they are squared together, once for each pass.
+
+One after the other, each would take ten operations on a few thousand numbers, and on a GPU launching an operation takes
+longer than doing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.kernels import c as native
+
+# A parameter with more numbers for all samples together is not small; so many layouts are kept before they are merged.
+LIMIT, _LAYOUTS = 2**20, 8
+_PART = 2**18  # numbers that are raised to the fourth power at a time
+
+
+class _Entry(NamedTuple):
+    values: Tensor  # [n, *shape]  the gradients of one parameter
+    scale: float  # they are so many times too large
+    noise: float  # c with Var(g²) <= c E[g⁴]
+    version: int  # of the values, which may be autograd's own
+
+    def goes_with(self, other: _Entry) -> bool:
+        """Whether both can be done in one operation."""
+        a, b = self.values, other.values
+        same = a.shape[0] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
+        return same and (self.scale, self.noise) == (other.scale, other.noise)
+
+
+@dataclass
+class _Line:
+    """Sums of some parameters, one after the other."""
+
+    squares: Tensor
+    fourths: Tensor | None = None  # float64, which needs no units
+
+
+Layout = tuple[tuple[int, torch.Size], ...]
+
+
+class SmallSums:
+    """Σ g² and Σ c g⁴ of small parameters."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Entry] = {}
+        self._lines: dict[Layout, _Line] = {}
+        self.moves = 0
+        """How often sums have been given other memory."""
+
+    def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
+        """Take gradients of single samples with respect to parameter number i, [n, *shape]."""
+        entry = _Entry(values, scale, noise, _version(values))
+        if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
+            self.flush()
+        self._waiting[i] = entry
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Square and add what has been taken."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        if any(_version(entry.values) != entry.version for entry in waiting.values()):
+            text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
+            raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
+        layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
+        if native.takes_powers([entry.values for entry in waiting.values()]):
+            self._add_natively(layout, list(waiting.values()))
+            return
+        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v, *_ in waiting.values()], 1)  # [n, all]
+        _, scale, noise, _ = next(iter(waiting.values()))
+        squares = values.square() if scale == 1.0 else (values / scale).square_()
+        line = _Line(squares.sum(0))
+        if noise:
+            line.fourths = _sum_of_squares(squares).mul_(noise)
+        self._keep(layout, line)
+
+    def _add_natively(self, layout: Layout, entries: list[_Entry]) -> None:
+        """To the sums as they are; a new line has to be kept."""
+        kept, size = self._lines.get(layout), sum(shape.numel() for _, shape in layout)
+        line = _Line(torch.zeros(size, dtype=torch.float32, device="cpu")) if kept is None else kept
+        _, scale, noise, _ = entries[0]
+        if noise and line.fourths is None:
+            line.fourths = torch.zeros(size, dtype=torch.float64, device="cpu")
+        native.add_powers([e.values for e in entries], scale, noise, line.squares, line.fourths if noise else None)
+        if kept is None:
+            self._keep(layout, line)
+
+    def _keep(self, layout: Layout, line: _Line) -> None:
+        kept = self._lines.setdefault(layout, line)
+        if kept is not line:
+            kept.squares += line.squares
+            kept.fourths = line.fourths if kept.fourths is None else _plus(kept.fourths, line.fourths)
+        if sum(len(layout) > 1 for layout in self._lines) > _LAYOUTS:  # each batch uses other parameters
+            self.moves += 1
+            squares, fourths = self.squares(), self.fourths()
+            self._lines = {
+                ((i, value.shape),): _Line(value.flatten(), fourths[i].flatten() if i in fourths else None)
+                for i, value in squares.items()
+            }
+
+    def forget(self) -> None:
+        """Drop what has been taken and not yet added."""
+        self._waiting = {}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All sums as they are: added up in another order they would be rounded in another way."""
+        self.flush()
+        tensors = {f"{k}.squares": line.squares for k, line in enumerate(self._lines.values())}
+        fourths = {f"{k}.fourths": line.fourths for k, line in enumerate(self._lines.values())}
+        layouts = [[(i, list(shape)) for i, shape in layout] for layout in self._lines]
+        tensors |= {name: value for name, value in fourths.items() if value is not None}
+        return tensors, {"layouts": layouts, "moves": self.moves}
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any], devices: Sequence[torch.device]) -> None:
+        """Go on from there; `devices` of the parameters."""
+        self._waiting, self._lines, self.moves = {}, {}, values["moves"]
+        for k, entries in enumerate(values["layouts"]):
+            layout = tuple((i, torch.Size(shape)) for i, shape in entries)
+            squares, fourths = (tensors.get(f"{k}.{kind}") for kind in ("squares", "fourths"))
+            assert squares is not None
+            device = devices[layout[0][0]]
+            self._lines[layout] = _Line(own(squares, device), None if fourths is None else own(fourths, device))
+
+    def squares(self) -> dict[int, Tensor]:
+        """Σ g² of each parameter that has come."""
+        self.flush()
+        return _by_parameter({layout: line.squares for layout, line in self._lines.items()})
+
+    def fourths(self) -> dict[int, Tensor]:
+        """Σ c g⁴ of each parameter that has come with noise."""
+        self.flush()
+        return _by_parameter({layout: line.fourths for layout, line in self._lines.items() if line.fourths is not None})
+
+
+def own(values: Tensor, device: torch.device) -> Tensor:
+    """On a device, in memory of torch's own, aligned as all other memory is."""
+    return values.to(device, copy=True)
+
+
+def _version(values: Tensor) -> int:
+    return 0 if values.is_inference() else values._version
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """Over the samples, in float64.  On a CPU, norms over a first dimension take twenty times as long."""
+    if values.device.type != "cpu":
+        norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
+        return norms.square_()
+    total = torch.zeros(values.shape[1], dtype=torch.float64)
+    for part in torch.split(values, max(1, _PART // max(1, values.shape[1]))):
+        wide = part.to(torch.float64, copy=True)
+        total += wide.mul_(wide).sum(0)
+    return total
+
+
+def _plus(a: Tensor, b: Tensor | None) -> Tensor:
+    return a if b is None else a.add_(b)
+
+
+def _by_parameter(lines: dict[Layout, Tensor]) -> dict[int, Tensor]:
+    """Tensors with memory of their own."""
+    found: dict[int, Tensor] = {}
+    for layout, line in lines.items():
+        for (i, shape), part in zip(layout, torch.split(line, [shape.numel() for _, shape in layout]), strict=True):
+            found[i] = found[i] + part.view(shape) if i in found else part.view(shape).clone()
+    return found

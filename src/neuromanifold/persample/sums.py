@@ -1,0 +1,339 @@
+"""Accumulators: what is kept of the gradients of all passes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form
+from neuromanifold.persample.small import LIMIT, SmallSums, own
+
+# On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
+_CHUNK = 2**18
+
+
+# Of so many samples all fourth powers are taken, then of one batch in so many.
+_ALL_OF, _ONE_IN = 128, 4
+_LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
+_EARLY = 8  # batches in which gradients may become much larger than before
+_NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
+
+
+class Pass(NamedTuple):
+    """One backward pass: how many times too large its gradients are, and c with Var(g²) <= c E[g⁴].
+
+    The constant may be smaller for squares of single samples than for those of batches; 0: nothing is random.
+    """
+
+    scale: float = 1.0
+    noise: float = 0.0
+    sample_noise: float = 0.0
+    independent: bool = False  # of the other passes of the batch
+
+
+class GradientSums(Protocol):
+    """Takes the gradients of one pass after the other."""
+
+    waits: bool
+    """Whether what several passes have in common may be added up first."""
+
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Take the gradients of one pass, of a batch as a whole; None stands for zero."""
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take gradients of single samples with respect to parameter number i; autograd must not be recording."""
+
+    def end_pass(self) -> None:
+        """All gradients of a pass have been added."""
+
+    def end_batch(self) -> None:
+        """All passes of a batch have been added."""
+
+    def settle(self) -> None:
+        """Between batches: read back what is needed, and decide what is done with the next one."""
+
+
+class Tally(NamedTuple):
+    """Samples of each parameter that have been seen, and whose fourth powers were taken; samples of the last batch."""
+
+    seen: list[int]
+    taken: list[int]
+    of_batch: int
+
+    def since(self, before: Tally) -> Tally:
+        """What a batch has added."""
+        seen, taken = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], self[:2], strict=True))
+        return Tally(seen, taken, self.of_batch)
+
+    def plus(self, more: Tally) -> Tally:
+        """With what a batch adds."""
+        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(self[:2], more[:2], strict=True))
+        return Tally(seen, taken, more.of_batch)
+
+
+class DiagonalSums:
+    """Σ g² for each entry, and Σ c g⁴ for its error bar, in float32 or better whatever the model's precision.
+
+    Fourth powers of small numbers underflow, so they are kept in units of a power of two near the root mean square of
+    each parameter's first gradient; `noise` takes the unit out again.
+    """
+
+    waits = True
+
+    def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
+        count = len(parameters)
+        self._parameters = parameters
+        self._keeps = fourth_powers
+        self._squares: list[Tensor | None] = [None] * count  # made when the first is needed, as .grad is
+        self._fourths: list[Tensor | None] = [None] * count
+        self._units = [0.0] * count
+        self._small = SmallSums()
+        self._sizes: dict[int, Tensor] = {}  # about how large gradients are now, to be looked at later
+        self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
+        self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
+        self._takes = True  # fourth powers of this batch, also where they cost much
+        self._changes = 0  # of units
+        self.recording = False
+        """Whether work is being recorded, so that nothing can be read back."""
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Add (g/scale)² and its square; None is a parameter that the outputs do not depend on."""
+        used = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
+        if not used:
+            return
+        squares = [self._square(i) for i in used]
+        values = _as_precise([g for i in used if (g := gradients[i]) is not None], squares)
+        if made_by.scale != 1.0:
+            values = list(torch._foreach_mul(values, 1 / made_by.scale))
+        if not self._keeps or not made_by.noise:
+            torch._foreach_addcmul_(squares, values, values)
+            return
+        look = self._look(values[0].device)
+        if look == "now" or not (self.recording or all(self._units[i] for i in used)):
+            for i, size in zip(used, _read(_sizes(values)), strict=True):
+                self._raise_unit(i, _power_of_two_near(size))
+        elif look == "later":
+            self._sizes.update(zip(used, _sizes(values), strict=True))
+        factors = [(self._units[i] or 1.0) ** -2 for i in used]
+        add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
+        add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Add Σ_n (g_n/scale)² and the squares of its terms."""
+        if not form.samples or not self._parameters[i].numel():
+            return
+        if isinstance(form, Dense) and form.values.numel() <= LIMIT:
+            noise = made_by.sample_noise if self._keeps else 0.0
+            self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
+            return
+        squares = self._square(i)
+        self._seen[i] += form.samples
+        self._of_batch = form.samples
+        takes = self._takes or not form.thins or not self._taken[i]
+        if not (takes and self._keeps and made_by.sample_noise):
+            form.add_squares(Accumulators(squares, scale=made_by.scale))
+            return
+        self._taken[i] += form.samples
+        look = self._look(form.device)
+        if look == "now" or not (self.recording or self._units[i]):
+            self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
+        elif look == "later":
+            self._sizes[i] = form.magnitude() / made_by.scale
+        unit, fourths = self._units[i] or 1.0, self._fourth_powers(i)
+        form.add_squares(Accumulators(squares, fourths, unit, made_by.sample_noise, made_by.scale))
+
+    def _look(self, device: torch.device) -> Literal["now", "later", "never"]:
+        """Whether to look if gradients have grown: in the first batches, then in number 16, 32, ...
+
+        Reading values back makes a GPU wait: there they are read after the batch, all together.
+        """
+        early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
+        if self.recording or not (early or rare):
+            return "never"
+        return "later" if device.type == "cuda" else "now"
+
+    def settle(self) -> None:
+        """Raise units, and decide whether the next batch's fourth powers are taken where they cost much.
+
+        An error bar need not be as exact as what it belongs to.  They are taken of the first samples, and then of one
+        of every four batches, at random, so that nothing in the order of the data goes with it.
+        """
+        for device in {size.device for size in self._sizes.values()}:
+            there = {i: size for i, size in self._sizes.items() if size.device == device}
+            for i, size in zip(there, _read(list(there.values())), strict=True):
+                self._raise_unit(i, _power_of_two_near(size))
+        self._sizes = {}
+        self._batches += 1
+        self._samples += self._of_batch
+        group, place = divmod(self._batches, _ONE_IN)
+        self._takes = self._samples < _ALL_OF or place == _chosen(group)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """All that differs from batch to batch in what is done with one, apart from its shapes."""
+        return self._takes and self._keeps, self._changes, self._small.moves
+
+    def tally(self) -> Tally:
+        """How many samples have been counted so far."""
+        return Tally(list(self._seen), list(self._taken), self._of_batch)
+
+    def set_tally(self, tally: Tally) -> None:
+        """Go back to, or on to, other numbers."""
+        self._seen, self._taken, self._of_batch = list(tally.seen), list(tally.taken), tally.of_batch
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Between batches, all that the rest of a run depends on: tensors and numbers."""
+        small, values = self._small.state()
+        tensors = {f"small.{name}": value for name, value in small.items()}
+        for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
+            tensors |= {f"{kind}.{i}": value for i, value in enumerate(kept) if value is not None}
+        return tensors, {"small": values, **{name: getattr(self, name) for name in _NUMBERS}}
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Go on from there."""
+        devices = [parameter.device for parameter in self._parameters]
+        small = {name.removeprefix("small."): value for name, value in tensors.items() if name.startswith("small.")}
+        self._small.set_state(small, values["small"], devices)
+        for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
+            found = (tensors.get(f"{kind}.{i}") for i in range(len(devices)))
+            kept[:] = [None if t is None else own(t, device) for t, device in zip(found, devices, strict=True)]
+        for name in _NUMBERS:
+            setattr(self, name, values[name])
+
+    def forget(self) -> None:
+        """Drop what was taken of a batch that has not come to its end."""
+        self._small.forget()
+        self._sizes = {}
+
+    def _raise_unit(self, i: int, unit: float) -> None:
+        """Take a larger unit if gradients have grown much, so that fourth powers do not overflow.
+
+        What was recorded before there was one has been taken in units of 1, and must be a float32 in the new ones, too.
+        """
+        old = self._units[i]
+        if unit and not old and self._fourths[i] is not None:
+            unit = max(unit, _LEAST_AFTER_ONE)
+        if unit > 16 * old:
+            kept = self._fourths[i]
+            if kept is not None:
+                kept.mul_(((old or 1.0) / unit) ** 4)
+            self._units[i] = unit
+            self._changes += 1
+
+    def _fourth_powers(self, i: int) -> Tensor:
+        kept = self._fourths[i]
+        if kept is None:
+            kept = self._fourths[i] = _zeros_like(self._parameters[i])
+        return kept
+
+    def _square(self, i: int) -> Tensor:
+        kept = self._squares[i]
+        if kept is None:
+            kept = self._squares[i] = _zeros_like(self._parameters[i])
+        return kept
+
+    def end_pass(self) -> None:
+        """Square what is small."""
+        self._small.flush()
+
+    def end_batch(self) -> None:
+        """Square what is small."""
+        self._small.flush()
+
+    @property
+    def squares(self) -> list[Tensor]:
+        """Σ g², zero where nothing came."""
+        small, found = self._small.squares(), []
+        for i, square in enumerate(self._squares):
+            both = square + small[i] if square is not None and i in small else small.get(i, square)
+            found.append(_zeros_like(self._parameters[i]) if both is None else both)
+        return found
+
+    def noise(self, *, last: bool = False) -> list[Tensor]:
+        """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded.
+
+        `last`: nothing more will be added or asked, so the memory of the sums is used.
+        """
+        small, found = self._small.fourths(), []
+        for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
+            zeros = _zeros_like(parameter.new_empty(()))
+            unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
+            if i in small:
+                total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
+                found.append(total.sqrt().to(zeros.dtype))
+            elif fourth is not None:
+                root = fourth.sqrt_() if last else fourth.sqrt()
+                found.append(root.mul_(math.sqrt(stands_for) * unit**2))
+            else:
+                found.append(zeros.expand(parameter.shape))
+        return found
+
+
+@functools.lru_cache(maxsize=16)
+def _chosen(group: int) -> int:
+    """Which of a group of batches has its fourth powers taken."""
+    return random.Random(group).randrange(_ONE_IN)
+
+
+def _read(sizes: list[Tensor]) -> list[float]:
+    """From a GPU at once, if it is one."""
+    if len({size.device for size in sizes}) > 1:
+        return [float(size) for size in sizes]
+    values: list[float] = torch.stack([size.double() for size in sizes]).tolist()
+    return values
+
+
+def _sizes(values: list[Tensor]) -> list[Tensor]:
+    """The root mean square of each."""
+    norms = torch._foreach_norm(values)
+    return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
+
+
+def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
+    """In the precision of the sums; all in one go where they have another one."""
+    if all(g.dtype == square.dtype for g, square in zip(gradients, squares, strict=True)):
+        return gradients
+    values = [torch.empty_like(square) for square in squares]
+    torch._foreach_copy_(values, gradients)
+    return values
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _power_of_two_near(rms: float) -> float:
+    """A unit for fourth powers, whose fourth power is a float32's, too; 0 while the gradient is zero."""
+    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
+
+
+def _add_at_once(
+    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
+) -> None:
+    """A few kernel launches for all parameters together."""
+    products = torch._foreach_mul(values, values)
+    torch._foreach_add_(squares, products)
+    torch._foreach_mul_(products, factors)
+    torch._foreach_clamp_max_(products, BOUND)
+    torch._foreach_addcmul_(fourths, products, products, value=noise)
+
+
+def _add_in_chunks(
+    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
+) -> None:
+    """The same by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
+    for i, value in enumerate(values):
+        pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
+        for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
+            product = g * g
+            square.add_(product)
+            product.mul_(factors[i]).clamp_(max=BOUND)
+            fourth.addcmul_(product, product, value=noise)

@@ -1,0 +1,82 @@
+"""What is kept of the gradients of all passes where only the trace is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.sums import Pass
+
+
+class TraceSums:
+    """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
+
+    waits = False
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []  # passes of whole batches
+        self.samples = 0.0  # Σ_n ‖g_n‖² over all passes
+        self.samples_variance = 0.0  # Σ c ‖g_n‖⁴
+        self._passes: list[float] = []
+        self._whole: list[Tensor] = []
+        self._single: list[Tensor] = []
+        self._norms: list[Tensor] = []  # [n] of each pass of a batch
+        self._made_by: list[Pass] = []
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Add ‖g/scale‖²."""
+        used = [g.float() if g.dtype.itemsize < 4 else g for g in gradients if g is not None and g.numel()]
+        norms = torch._foreach_norm(used) if used else []
+        self._whole.extend(norm.double().square() / made_by.scale**2 for norm in norms)
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Add ‖g_n/scale‖² to what sample n has of other parameters."""
+        del i
+        norms = form.squared_norms(torch.float64) / made_by.scale**2
+        if not self._single:
+            self._made_by.append(made_by)
+        self._single.append(norms.to(self._single[0].device) if self._single else norms)
+
+    def end_pass(self) -> None:
+        """Close the sums of this pass."""
+        if self._whole:
+            self._passes.append(float(torch.stack(self._whole).sum()))
+        if self._single:
+            self._norms.append(torch.stack(self._single).sum(0))
+        self._whole, self._single = [], []
+
+    def end_batch(self) -> None:
+        """Close the list of this batch's passes."""
+        if self._passes:
+            self.batches.append(self._passes)
+        if self._norms:
+            self._add_samples_of_batch(torch.stack(self._norms))
+        self._passes, self._norms, self._made_by = [], [], []
+
+    def _add_samples_of_batch(self, norms: Tensor) -> None:
+        """‖g_n‖² of each pass, [k, n].  The spread of independent passes is their noise; else Σ c ‖g_n‖⁴ bounds it."""
+        self.samples += float(norms.sum())
+        if len(norms) > 1 and all(one.independent for one in self._made_by):
+            self.samples_variance += len(norms) * float(norms.var(0).sum())
+        else:
+            factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
+            self.samples_variance += float((factors[:, None] * norms.square()).sum())
+
+    def settle(self) -> None:
+        """Nothing to decide."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Between batches, all that the rest of a run depends on: tensors and numbers."""
+        numbers = {"batches": self.batches, "samples": self.samples, "samples_variance": self.samples_variance}
+        return {}, numbers
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Go on from there."""
+        del tensors
+        self.batches, self.samples = values["batches"], values["samples"]
+        self.samples_variance = values["samples_variance"]

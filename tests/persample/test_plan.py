@@ -1,0 +1,219 @@
+"""Where samples are is found out, also where shapes alone would mislead, and where it changes from batch to batch."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import neuromanifold as nm
+from neuromanifold.persample.trial import Trial
+from neuromanifold.reference import network as reference
+
+
+class Order(nn.Module):
+    """A position table that all samples share, and a layer that may see positions before samples."""
+
+    def __init__(self, kind: str, pooled: str) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(9, 4)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.kind, self.pooled = kind, pooled
+
+    def forward(self, ids: Tensor) -> Tensor:
+        samples, length = ids.shape
+        x = self.tokens(ids) + self.positions(torch.arange(length))
+        if self.kind == "samples first":
+            x = self.layer(x)
+        elif self.kind == "flat, samples first":
+            x = self.layer(x.reshape(samples * length, 4)).view(samples, length, 4)
+        elif self.kind == "flat, positions first":
+            x = self.layer(x.transpose(0, 1).reshape(length * samples, 4)).view(length, samples, 4).transpose(0, 1)
+        elif self.kind == "positions first":
+            x = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        else:
+            x = linear(x.transpose(0, 1), self.layer.weight, self.layer.bias).transpose(0, 1)
+        x = torch.tanh(x)
+        return self.head(x.sum(1) if self.pooled == "sum" else x[:, int(self.pooled)])
+
+
+KINDS = ("samples first", "flat, samples first", "flat, positions first", "positions first", "a function")
+SHAPES = (  # of ids in one batch after the other: as many positions as samples in the first, in a later one, ...
+    [(3, 5), (3, 3), (2, 3), (1, 4)],
+    [(3, 3), (3, 5), (1, 3)],
+    [(2, 3), (2, 4), (4, 2)],
+    [(1, 3), (3, 3), (3, 4)],
+    [(2, 3), (2, 3), (3, 2)],
+    [(4, 2), (0, 3), (2, 4)],
+)
+
+
+@pytest.mark.parametrize("pooled", ["0", "1", "sum"])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_found_whatever_the_order_and_the_shapes(
+    kind: str, shapes: list[tuple[int, int]], pooled: str
+) -> None:
+    torch.manual_seed(0)
+    model = Order(kind, pooled).double()
+    data = [torch.randint(0, 7, shape) for shape in shapes]
+    result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.fisher_diagonal(model, lambda m, x=x: m(x))[name] for x in data if len(x))
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+    assert set(result.provenance.granularity.values()) == {"sample"}  # and none of it slowly
+
+
+class Sometimes(nn.Module):
+    """Uses a weight outside of its module, but not in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, twist: bool) -> Tensor:
+        y = self.layer(x)
+        return self.head(torch.tanh(y @ self.layer.weight.exp() if twist else y))
+
+
+@pytest.mark.parametrize("twists", [(True, False), (False, True)])
+def test_what_changes_from_batch_to_batch_is_followed(twists: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    model = Sometimes().double()
+    data = [{"x": torch.randn(4, 3).double(), "twist": twist} for twist in twists]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nm.SlowPathWarning)
+        result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.fisher_diagonal(model, lambda m, batch=batch: m(**batch))[name] for batch in data)
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+
+
+def test_a_weight_shared_by_two_models_parts_and_frozen_in_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model[2].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    x = torch.randn(5, 3).double()
+    result = nm.fisher_diagonal(model, [x], nm.Exact(), reduction="sum")
+    expected = reference.fisher_diagonal(model, lambda m: m(x))
+    assert set(result) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-14)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: the data decide which rows a module gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chosen = (rows[:, 0] > 0).nonzero()[:, 0]
+        mixed = rows.index_copy(0, chosen, self.expert(rows[chosen]))
+        return self.head(torch.tanh(mixed).view(x.shape).sum(1))
+
+
+class LateMixing(nn.Module):
+    """Samples influence each other, but only in large batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y - torch.tanh(y).mean(0) if len(x) > 2 else y
+
+
+def _routed(samples_and_positions: list[tuple[int, int]]) -> Tensor:
+    x = torch.randn(4, 3, 4).double()
+    x[..., 0] = -1.0
+    for sample, position in samples_and_positions:
+        x[sample, position, 0] = 1.0
+    return x
+
+
+def test_rows_that_the_data_choose_are_looked_at_in_every_batch() -> None:
+    """As many rows as samples each time; one for each sample first, then three of one sample."""
+    torch.manual_seed(0)
+    model = Experts().double()
+    data = [_routed([(0, 0), (1, 2), (2, 1), (3, 0)]), _routed([(0, 0), (0, 1), (0, 2), (2, 0)])]
+    _assert_right(model, data)
+
+
+def test_mixing_that_begins_later_is_noticed() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 4).double()
+    _assert_right(LateMixing().double(), [x[:2], x])
+
+
+def _assert_right(model: nn.Module, data: list[Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nm.SlowPathWarning)
+        result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.fisher_diagonal(model, lambda m, x=x: m(x))[name] for x in data)
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+
+
+class Faint(nn.Module):
+    """A branch whose gradients are next to nothing: float32 has their values, but not their squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.branch = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x) + 1e-36 * self.branch(x)
+        return out
+
+
+def test_gradients_next_to_nothing_belong_to_samples_as_others_do() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of parameters that no rule covers
+        result = nm.fisher_diagonal(Faint(), [torch.randn(16, 4)], nm.Exact())
+    assert set(result.provenance.granularity.values()) == {"sample"}
+
+
+class SomeMix(nn.Module):
+    """Adds the rows of some samples to those of others, in one direction of the features only."""
+
+    def __init__(self, direction: list[float], pairs: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.direction, self.pairs = torch.tensor(direction), pairs
+        self.layer, self.head = nn.Linear(4, len(direction)), nn.Linear(len(direction), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        mixes = torch.zeros(len(h), len(h))
+        for to, from_ in self.pairs:
+            mixes[to, from_] = 1.0
+        out: Tensor = self.head(torch.tanh(h + mixes @ ((h @ self.direction)[:, None] * self.direction)))
+        return out
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [[1.0, 1.0], [1.0, -1.0], [0.0, 1.0, -1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]],
+    ids=str,
+)
+def test_a_mixture_in_any_direction_is_seen(direction: list[float]) -> None:
+    """Sums and differences of few entries are orthogonal to vectors of signs."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    left_out = int(torch.nonzero(~Trial(torch.zeros(8, 3)).included)[0])
+    a, b, c, d, *_ = (n for n in range(8) if n != left_out)
+    model = SomeMix(direction, [(a, b), (c, d)])
+    with pytest.warns(nm.SlowPathWarning):
+        found = nm.fisher_diagonal(model, [x], nm.Exact(), reduction="sum")
+    expected = torch.zeros_like(model.layer.weight)
+    for z in model(x):
+        for log_p in z.log_softmax(-1):
+            (g,) = torch.autograd.grad(log_p, model.layer.weight, retain_graph=True)
+            expected += log_p.detach().exp() * g**2
+    torch.testing.assert_close(found["layer.weight"], expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,52 @@
+"""The data behind the pictures, and that the pictures show it."""
+
+from pathlib import Path
+
+import torch
+
+from neuromanifold.report.core_space import core_path, plot_core_path, save_figure, tightness
+
+
+def test_the_path_leads_from_uniform_to_one_hot() -> None:
+    path = core_path(classes=7, points=50)
+    x = path.largest_probability
+    assert abs(x[0] - 1 / 7) < 1e-15
+    assert 1 - 1e-5 < x[-1] < 1
+    assert (x[1:] > x[:-1]).all()
+
+
+def test_every_statement_holds_along_the_path() -> None:
+    path = core_path(classes=7, points=50)
+    slack = 1 + 1e-12
+    assert (path.eigenvalue_lower <= path.eigenvalue * slack).all()
+    assert (path.eigenvalue <= path.eigenvalue_upper * slack).all()
+    assert (path.lower_error <= path.lower_error_bound * slack).all()
+    assert (path.lower_error[:, :-1] >= path.lower_error[:, 1:]).all()  # a higher rank is closer
+    assert (path.upper_error >= 1 / 7 - 1e-15).all()
+    assert (path.empirical_simple_bound <= path.empirical_bound + 1e-15).all()
+    assert (path.empirical_bound <= path.empirical_error * slack).all()
+
+
+def test_tightness_is_that_of_the_samples() -> None:
+    two = tightness(classes=2, scale=3.0, samples=100)
+    torch.testing.assert_close(
+        torch.tensor([two.lower_worst, two.upper_worst, two.lower_median, two.upper_median]), torch.ones(4)
+    )
+    many = tightness(classes=100, scale=3.0, samples=100)
+    assert 0.5 <= many.lower_worst < many.lower_median < 1 < many.upper_median < many.upper_worst <= 2
+    assert tightness(classes=100, scale=3.0, samples=100) == many
+
+
+def test_the_picture_draws_the_data(tmp_path: Path) -> None:
+    path = core_path(classes=5, points=20)
+    figure = plot_core_path(path)
+    eigenvalue, envelopes, empirical = figure.axes
+    drawn = {line.get_label(): torch.as_tensor(line.get_ydata()) for axes in figure.axes for line in axes.lines}
+    assert torch.equal(drawn["$\\lambda_C$, exact"], path.eigenvalue)
+    assert torch.equal(drawn["lower, rank 2"], path.lower_error[:, 1])
+    assert torch.equal(drawn["Lemma 4"], path.empirical_bound)
+    assert len(eigenvalue.collections) == 1
+    assert len(envelopes.lines) == 2 + 2 * len(path.ranks)
+    assert len(empirical.lines) == 4
+    for suffix in ("png", "svg", "pdf"):
+        assert save_figure(figure, tmp_path / "new" / f"picture.{suffix}").stat().st_size > 5000
