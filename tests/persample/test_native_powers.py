@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.kernels.c import build, powers
-from neuromanifold.persample import native
+from neuromanifold.kernels import c as native
 from neuromanifold.persample.gradients import Product
 from neuromanifold.persample.gradients.products import SquaredProduct
 from neuromanifold.persample.small import SmallSums

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample import forms
+from neuromanifold.persample import gradients as forms
 from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, Rows, SquaredProduct
 from neuromanifold.persample.rules import Call, NotApplicableError, find_rule
 from neuromanifold.persample.rules.convolution import Convolution

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import neuromanifold as nm
-from neuromanifold.persample import forms
+from neuromanifold.persample import gradients as forms
 from tests.problems.problem import Net
 from tests.run.test_contract import MODEL, X
 

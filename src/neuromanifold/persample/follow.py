@@ -1,0 +1,249 @@
+"""Follow the samples from the logits down autograd's graph: which dimension of each tensor holds them.
+
+The logits have the samples in their first dimension.  Each operation says where its inputs then have them, so that by
+one walk from the logits down it is known for every tensor, from shapes and arguments alone, never from values:
+
+    logits [n, C] ── Mm ── [n, t·d] ── View ── [n, t, d] ── Transpose ── [t, n, d] ── Add ── ...
+
+Where samples and positions share a dimension, [n·t, d] or [t·n, d], the place of the samples is still one number: the
+product `before` of all sizes (and factors of a size) that are counted before them.  Reshaping does not change it.
+
+Operations that pick or mix rows by what the data say (indexing, sorting, products with a matrix of the data) are not
+followed.  What lies below them is verified with every batch (`verify.py`), since the next one may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+Node = Any
+SHARED: Final = -1
+"""The tensor has no dimension for the samples: all of them share it."""
+
+UNKNOWN: Final = -2
+"""The samples cannot be followed to this tensor."""
+
+_ELEMENTWISE = frozenset(
+    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Celu Ceil Clamp ClampMax ClampMin Clone Cos "
+    "Cosh Detach Div Elu Erf Erfc Exp Exp2 Expand Expm1 Floor Fmod Gelu Hardshrink Hardsigmoid Hardswish Hardtanh "
+    "Hypot LeakyRelu Lerp Log Log10 Log1P Log2 Logaddexp Logit LogSigmoid MaskedFill Maximum Minimum Mish Mul "
+    "NanToNum NativeDropout Neg Polar Pow Prelu Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Silu Sin "
+    "Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy".split()
+)
+_RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
+_REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
+_CUTS = frozenset("Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split())
+_ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
+_POOLS = ("AvgPool", "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Upsample", "MkldnnAdaptiveAvgPool", "ReflectionPad")
+
+
+def operation(node: Node) -> str:
+    """Return the name of a node's operation, without "Backward0" and the like."""
+    name: str = node.name()
+    return name.partition("Backward")[0]
+
+
+def shape_of(node: Node, output: int = 0) -> torch.Size:
+    """Return the shape of what a node's operation computed."""
+    return torch.Size(node._input_metadata[output].shape)
+
+
+def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> dict[Node, int]:
+    """Return for each node where its (first) output has the samples: `before`, SHARED or UNKNOWN.
+
+    `order` lists the graph's nodes so that users come before what they use, the logits first; `identities` names
+    operations that leave tensors as they are.  A tensor whose users disagree is UNKNOWN.
+    """
+    places: dict[Node, int] = {order[0]: 1}
+    for node in order:
+        place = places.get(node, UNKNOWN)
+        inputs = [(below, output) for below, output in node.next_functions]
+        if place < 0:
+            found = [place] * len(inputs)
+        else:
+            try:
+                found = _inputs(node, place, samples, identities)
+            except (AttributeError, IndexError, TypeError, ValueError):
+                found = [UNKNOWN] * len(inputs)
+        for (below, _), its in zip(inputs, found, strict=True):
+            if below is not None:
+                places[below] = its if places.get(below, its) == its else UNKNOWN
+    return places
+
+
+def _inputs(node: Node, before: int, samples: int, identities: frozenset[str]) -> list[int]:
+    """Where each input of an operation has the samples, given where its output has them."""
+    name = operation(node)
+    shapes = [None if below is None else shape_of(below, output) for below, output in node.next_functions]
+    out = shape_of(node)
+    if name in _RESHAPES:
+        return [before] * len(shapes)
+    dim, major = _locate(out, before, samples)
+    if name in _ELEMENTWISE or node.name() in identities:
+        return [_broadcast(shape, out, dim, major) for shape in shapes]
+    rule = _RULES.get(name) or (_leading if name.startswith(_POOLS) else None)
+    if rule is None:
+        return [UNKNOWN] * len(shapes)
+    return rule(node, shapes, out, dim, major)
+
+
+def _locate(shape: torch.Size, before: int, samples: int) -> tuple[int, int]:
+    """The dimension that holds the samples, and how many positions are counted before them inside of it."""
+    counted = 1
+    for dim, size in enumerate(shape):
+        if before < counted * size:
+            major, rest = divmod(before, counted)
+            if rest or size % (major * samples):
+                break
+            return dim, major
+        counted *= size
+    raise ValueError("The samples are spread over several dimensions.")
+
+
+def _at(shape: torch.Size | None, dim: int, major: int) -> int:
+    return SHARED if shape is None else prod(shape[:dim]) * major
+
+
+def _broadcast(shape: torch.Size | None, out: torch.Size, dim: int, major: int) -> int:
+    """The same dimension, counted from the last; shared if the input does not have it."""
+    if shape is None:
+        return SHARED
+    own = dim - (len(out) - len(shape))
+    return SHARED if own < 0 or shape[own] != out[dim] else _at(shape, own, major)
+
+
+def _signed(dim: int, dims: int) -> int:
+    return (dim - 2**64 if dim >= 2**63 else dim) % max(1, dims)
+
+
+Rule = Callable[[Node, list[torch.Size | None], torch.Size, int, int], list[int]]
+_RULES: dict[str, Rule] = {}
+
+
+def _of(*names: str) -> Callable[[Rule], Rule]:
+    def enter(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return enter
+
+
+@_of("Permute", "Transpose", "T")
+def _permuted(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    dims = list(range(len(out)))
+    if operation(node) == "Permute":
+        dims = [_signed(d, len(out)) for d in node._saved_dims]
+    elif operation(node) == "Transpose":
+        a, b = _signed(node._saved_dim0, len(out)), _signed(node._saved_dim1, len(out))
+        dims[a], dims[b] = b, a
+    else:
+        dims.reverse()
+    return [_at(shapes[0], dims[dim], major)]
+
+
+@_of(*_CUTS)
+def _cut(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    """Some entries along other dimensions than that of the samples."""
+    first = shapes[0]
+    kept = first is not None and first[dim] == out[dim] and len(first) == len(out)
+    if operation(node) in ("Gather", "IndexSelect"):
+        kept = kept and _signed(node._saved_dim, len(out)) != dim
+    return [_at(first, dim, major) if kept else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
+
+
+@_of("Select", "Unbind")
+def _selected(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    removed = _signed(node._saved_dim, len(out) + 1)
+    return [_at(shapes[0], dim if dim < removed else dim + 1, major)]
+
+
+@_of("Stack")
+def _stacked(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    new = _signed(node._saved_dim, len(out))
+    return [UNKNOWN if new == dim else _at(shape, dim if dim < new else dim - 1, major) for shape in shapes]
+
+
+@_of("Cat")
+def _concatenated(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    """Along the dimension of the samples only if every part holds all of them, positions first: [k·n] of k [n]."""
+    if _signed(node._saved_dim, len(out)) != dim:
+        return [_at(shape, dim, major) for shape in shapes]
+    whole, rest = divmod(out[dim], major)
+    if rest or any(shape is None or shape[dim] % whole for shape in shapes):
+        return [UNKNOWN] * len(shapes)
+    return [_at(shape, dim, shape[dim] // whole) for shape in shapes if shape is not None]
+
+
+@_of(*_REDUCES)
+def _reduced(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    (shape,) = shapes
+    assert shape is not None
+    if len(shape) != len(out):
+        over = node._saved_dim
+        gone = {_signed(d, len(shape)) for d in (over if isinstance(over, (tuple, list)) else (over,))}
+        dim = [d for d in range(len(shape)) if d not in gone][dim]
+    return [_at(shape, dim, major)]
+
+
+@_of(*_ALONG)
+def _along(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    mixes = _signed(node._saved_dim, len(out)) == dim
+    return [UNKNOWN if mixes else _at(shapes[0], dim, major)]
+
+
+@_of("NativeLayerNorm", "FusedRmsNorm")
+def _normalised(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    outside = dim < len(out) - len(node._saved_normalized_shape)
+    return [_at(shapes[0], dim, major) if outside else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
+
+
+@_of("Tril", "Triu")
+def _triangle(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    del node
+    return [_at(shapes[0], dim, major) if dim < len(out) - 2 else UNKNOWN]
+
+
+@_of("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeGroupNorm", "Convolution", "MkldnnConvolution")
+def _leading(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    """The first input has the samples where the output has them, in front; weights are shared."""
+    del out
+    mixes = dim > 0 or getattr(node, "_saved_training", False) or shapes[0] is None
+    return [UNKNOWN if mixes else _at(shapes[0], 0, major), *[SHARED] * (len(shapes) - 1)]
+
+
+@_of("Mm", "Addmm", "Bmm", "Baddbmm")
+def _multiplied(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    """[..., r, k] @ [..., k, c]: rows are the left factor's, columns the right one's, and batches are both's."""
+    *added, left, right = shapes
+    last = len(out) - 1
+    sides = [
+        _at(left, dim, major) if dim != last else SHARED,
+        _at(right, dim, major) if dim != last - 1 else SHARED,
+    ]
+    return [*(_broadcast(shape, out, dim, major) for shape in added), *sides]
+
+
+@_of(
+    *("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention"),
+    *("ScaledDotProductCudnnAttention", "ScaledDotProductFusedAttentionOverrideable"),
+)
+def _attended(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    del node
+    return [_broadcast(shape, out, dim, major) if dim < len(out) - 2 else UNKNOWN for shape in shapes]
+
+
+@_of("Index")
+def _indexed(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    """Behind the samples' dimension; or x[arange(n), ids], which takes from each sample its own."""
+    del out
+    first = next(k for k, index in enumerate(node._saved_indices) if index is not None)
+    rows: Tensor = node._saved_indices[first]
+    own = first == dim == 0 and rows.ndim == 1 and torch.equal(rows, torch.arange(len(rows), device=rows.device))
+    shape = shapes[0]
+    kept = shape is not None and (dim < first or (own and shape[0] == len(rows)))
+    return [_at(shape, dim, major) if kept else UNKNOWN, *[SHARED] * (len(shapes) - 1)]

@@ -1,0 +1,262 @@
+"""Autograd's graph of a forward pass: its signature, and where parameters outside of modules with a rule are used.
+
+Position tables, class tokens, scales, the projections of nn.MultiheadAttention: autograd gives the gradient of such a
+tensor s summed over the samples.  One step earlier it is not: where s is broadcast over the batch, the gradient g of
+the result still has a row for each sample.  So the graph is searched for these broadcast sites:
+
+    x + s, expand(s)    ∂/∂s of a sample = its part of g, summed over what s is broadcast over
+    x∘s                 the same with g∘x
+    x @ s (+ b)         Σ over its rows of x ⊗ g, and of g for b
+
+Between a site and s there may be reshapes, slices and casts.  Any other use is not supported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from neuromanifold.persample.follow import operation, shape_of
+from neuromanifold.persample.gradients import Dense, Form, Product
+
+Node = Any
+
+_BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0")
+_PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
+_CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
+_STRUCTURAL = (
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
+    *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
+    *_CASTS,
+)
+_ARGUMENTS = {  # of operations, those that decide where rows go
+    **dict.fromkeys(("Permute", "Flip"), ("_saved_dims",)),
+    **dict.fromkeys(("Transpose",), ("_saved_dim0", "_saved_dim1")),
+    **dict.fromkeys(("Cat", "Stack", "Select", "Unbind", "Unsqueeze", "Gather", "IndexSelect"), ("_saved_dim",)),
+    **dict.fromkeys(("Sum", "Mean", "Amax", "Softmax", "LogSoftmax"), ("_saved_dim",)),
+    "SplitWithSizes": ("_saved_dim", "_saved_split_sizes"),
+    "Split": ("_saved_dim",),
+    "Slice": ("_saved_dim", "_saved_start", "_saved_step"),
+    "Roll": ("_saved_dims", "_saved_shifts"),
+    "NativeBatchNorm": ("_saved_training",),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor has the samples: in which dimension, how many rows each has there, and which of the two is major.
+
+    `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].
+    """
+
+    dim: int = 0
+    rows: int = 1
+    major: Literal["samples", "positions"] = "samples"
+
+    def samples_first(self, values: Tensor, samples: int) -> Tensor:
+        """Return the tensor as [n, ...], or as [n, t, ...] where samples have several rows."""
+        values = values.movedim(self.dim, 0) if self.dim else values
+        if self.rows == 1:
+            return values
+        if self.major == "samples":
+            return values.reshape(samples, self.rows, *values.shape[1:])
+        return values.reshape(self.rows, samples, *values.shape[1:]).transpose(0, 1)
+
+    def before(self, shape: torch.Size) -> int:
+        """Return the place of the samples as `follow` counts it."""
+        return shape[: self.dim].numel() * (self.rows if self.major == "positions" else 1)
+
+
+def stacked(dim: int, size: int, samples: int) -> list[Layout]:
+    """Return the layouts of a dimension that may hold several rows of each sample."""
+    if not samples or not size or size % samples:
+        return []
+    rows = size // samples
+    return [Layout(dim, rows, "samples")] + ([Layout(dim, rows, "positions")] if rows > 1 else [])
+
+
+@dataclass(eq=False)
+class BroadcastSite:
+    """Where a tensor is broadcast over the batch: a node, which of its inputs, and the path from there to the tensor."""
+
+    node: Node
+    input: int
+    path: tuple[Node, ...]
+    shape: torch.Size  # of the tensor
+    partner: Tensor | None = None  # what the tensor is multiplied by
+
+    @property
+    def edge(self) -> GradientEdge:
+        """Where autograd has the gradient of the result."""
+        return GradientEdge(self.node, 0)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product of matrices, in which samples and positions may share a dimension."""
+        return self.node.name() in _PRODUCTS
+
+    def layouts(self, samples: int) -> list[Layout]:
+        """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
+        result, arriving = shape_of(self.node), self._arriving
+        if not len(result) or not samples:
+            return []
+        if self.is_product:
+            role = _PRODUCTS[self.node.name()][self.input]
+            turns = [_transposes(node) for node in self.path if node.name() not in _CASTS]
+            straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
+            factors = (getattr(self.node, "_saved_alpha", 1), getattr(self.node, "_saved_beta", 1))
+            if factors != (1, 1) or not straight or (role == "bias" and len(arriving) != 1):
+                return []
+            return stacked(0, result[0], samples)
+        offset = len(result) - len(arriving)
+        free = [d for d in range(len(result)) if d < offset or (arriving[d - offset] == 1 and result[d] != 1)]
+        free = free or [d for d in range(len(result)) if d < offset or arriving[d - offset] == 1]
+        return [Layout(d) for d in free if result[d] == samples and d < 2]
+
+    def form(self, g: Tensor, samples: int, layout: Layout) -> Form:
+        """Return the per-sample gradients of the tensor, from the gradient g of the result."""
+        if not self.is_product:
+            return Dense(self.gradients(g, layout))
+        g = layout.samples_first(g, samples)
+        g = g if layout.rows > 1 else g[:, None]  # [n, t, o]
+        if self.partner is None:
+            return Dense(g.sum(1))
+        x = layout.samples_first(self.partner, samples)
+        x = x if layout.rows > 1 else x[:, None]  # [n, t, i]
+        turned = any(_transposes(node) for node in self.path)
+        return Product(g, x) if turned else Product(x, g)
+
+    def gradients(self, g: Tensor, layout: Layout) -> Tensor:
+        """Return the per-sample gradients as one tensor [n, *shape]; not for products of matrices."""
+        if self.partner is not None:
+            g = g * self.partner
+        elif self.node.name() == "AddBackward0" and self.input == 1 and self.node._saved_alpha != 1:
+            g = g * self.node._saved_alpha
+        shape = self._arriving
+        padded = [1] * (g.ndim - len(shape)) + list(shape)
+        padded.insert(0, padded.pop(layout.dim))
+        g = g.movedim(layout.dim, 0)
+        over = tuple(d for d in range(1, g.ndim) if padded[d] == 1 and g.shape[d] != 1)
+        g = (g.sum(over, keepdim=True) if over else g).reshape(g.shape[0], *shape)
+        for node in self.path:
+            g = torch.vmap(node)(g)
+        return g.reshape(g.shape[0], *self.shape)
+
+    @property
+    def _arriving(self) -> torch.Size:
+        """The shape in which the tensor arrives at the site."""
+        return shape_of(self.path[0]) if self.path else self.shape
+
+
+def _transposes(node: Node) -> bool:
+    matrix = len(shape_of(node)) == 2
+    if node.name() == "PermuteBackward0":
+        return matrix and node._saved_dims[0] % 2 == 1
+    return matrix and node.name() in ("TBackward0", "TransposeBackward0")
+
+
+def consumers(root: Node) -> dict[Node, list[tuple[Node, int]]]:
+    """Return for each node of a graph who uses its result, and as which input."""
+    found: dict[Node, list[tuple[Node, int]]] = {root: []}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        for i, (below, _) in enumerate(node.next_functions):
+            if below is None:
+                continue
+            if below in found:
+                found[below].append((node, i))
+            else:
+                found[below] = [(node, i)]
+                waiting.append(below)
+    return found
+
+
+def users_first(used_by: dict[Node, list[tuple[Node, int]]]) -> list[Node]:
+    """Return the nodes in an order in which each comes after all of its users."""
+    left = {node: len(users) for node, users in used_by.items()}
+    order = [node for node, count in left.items() if not count]
+    for node in order:
+        for below, _ in node.next_functions:
+            if below is not None:
+                left[below] -= 1
+                if not left[below]:
+                    order.append(below)
+    return order
+
+
+def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
+    """Return a number that is equal for graphs in which rows go the same way.
+
+    It holds the operations, how they are connected, the arguments that decide where rows go, and all sizes: not as
+    numbers, since sequences of other lengths need no other treatment, but by which of them are equal to each other, to
+    1, and to (a multiple of) the number of samples.
+    """
+    numbers: dict[Node, int] = {}
+    sizes: dict[int, int] = {}
+    known: dict[int, tuple[int, bool, bool]] = {}
+    parts: list[object] = []
+
+    def kind(size: int) -> tuple[int, bool, bool]:
+        if size not in known:
+            known[size] = (sizes.setdefault(size, len(sizes)), size == samples, bool(samples) and size % samples == 0)
+        return known[size]
+
+    for number, node in enumerate(used_by):
+        numbers[node] = number
+    for node in used_by:
+        name: str = node.name()
+        metadata = node._input_metadata
+        shape = metadata[0].shape if metadata else ()
+        arguments = _ARGUMENTS.get(name.partition("Backward")[0], ())
+        parts.append(
+            (
+                name,
+                *(size if size <= 1 else kind(size) for size in shape),
+                *(getattr(node, argument, None) for argument in arguments),
+                *(numbers[below] for below, _ in node.next_functions if below is not None),
+            )
+        )
+    return hash(tuple(parts))
+
+
+def broadcast_sites(
+    node: Node, shape: torch.Size, samples: int, used_by: dict[Node, list[tuple[Node, int]]]
+) -> list[BroadcastSite] | None:
+    """Return where a node's result is broadcast over the batch; None if one of its uses is not supported."""
+    found: list[BroadcastSite] = []
+    waiting: list[tuple[Node, tuple[Node, ...]]] = [(node, ())]
+    while waiting:
+        below, path = waiting.pop()
+        users = used_by.get(below, [])
+        if not users:
+            return None  # the logits themselves
+        for user, i in users:
+            name, site = user.name(), BroadcastSite(user, i, path, shape)
+            if (name in _BROADCASTS or name in _PRODUCTS) and site.layouts(samples):
+                site.partner = _partner(site)
+                found.append(site)
+            elif name in _STRUCTURAL:
+                waiting.append((user, (user, *path)))
+            else:
+                return None
+    return found
+
+
+def _partner(site: BroadcastSite) -> Tensor | None:
+    """What autograd has saved for the gradient; kept, since autograd frees it during the last backward pass."""
+    node, name = site.node, site.node.name()
+    if name == "MulBackward0":
+        saved: Tensor = node._saved_other if site.input == 0 else node._saved_self
+        return saved.detach()
+    if name in _PRODUCTS and _PRODUCTS[name][site.input] == "matrix":
+        factor: Tensor = getattr(node, next(saved for saved in _PRODUCTS[name] if saved.startswith("_saved")))
+        return factor.detach()
+    return None
+
+
+__all__ = ["BroadcastSite", "Layout", "broadcast_sites", "consumers", "operation", "signature", "stacked", "users_first"]
