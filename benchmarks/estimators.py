@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import neuromanifold as nm
 
 ESTIMATORS = {
-    "𝔽": nm.Hutchinson(),
-    "𝔽 DG": nm.Hutchinson(core=nm.Upper()),
-    "𝔽 LR(1)": nm.Hutchinson(core=nm.Lower(1)),
-    "𝔽 LR(2)": nm.Hutchinson(core=nm.Lower(2)),
-    "𝔽 deflated": nm.Hutchinson(deflate=1),
+    "𝔽": nm.Hutchinson(deflate=0),
+    "𝔽 DG": nm.Hutchinson(envelope=nm.Upper()),
+    "𝔽 LR(1)": nm.Hutchinson(envelope=nm.Lower(1)),
+    "𝔽 LR(2)": nm.Hutchinson(envelope=nm.Lower(2)),
+    "𝔽 deflated": nm.Hutchinson(),
     "Monte Carlo": nm.MonteCarlo(),
     "squared batch gradient": nm.SquaredBatchGradient(),
 }
@@ -58,7 +58,7 @@ def measure(name: str, classes: int, device: torch.device, repeats: int) -> list
     functions = {"plain": plain(case, labels, batches)}
     for key, estimator in ESTIMATORS.items():
         functions[key] = lambda estimator=estimator: nm.fisher_diagonal(case.model, [batch] * batches, estimator)
-    functions["trace, 𝔽"] = lambda: nm.fisher_trace(case.model, [batch] * batches, nm.Hutchinson())
+    functions["trace, 𝔽"] = lambda: nm.fisher_trace(case.model, [batch] * batches, nm.Hutchinson(deflate=0))
     seconds = interleaved_medians(functions, repeats, device)
     ratios = [f"{seconds[key] / seconds['plain']:.2f}" for key in functions if key != "plain"]
     return [f"{name}, B={case.samples}", str(classes), f"{1000 * seconds['plain'] / batches:.1f}", *ratios]

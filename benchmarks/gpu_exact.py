@@ -38,7 +38,7 @@ def _row(session: Session, name: str, which: str) -> list[str]:
     """The exact diagonal of 8192 samples, extrapolated from one batch, over the loop, from a few passes."""
     with precision(which):
         task = in_precision(session.task(name), which)
-        warm = nm.Exact(core=nm.Lower(1))  # the same passes, but one of them
+        warm = nm.Exact(envelope=nm.Lower(1))  # the same passes, but one of them
         nm.fisher_diagonal(task.model, [task.batch], warm)
         batches = SAMPLES / len(task.labels)
         if session.options.quick:

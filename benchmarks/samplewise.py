@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 import neuromanifold as nm
 
 OURS = {
-    "Hutchinson(deflate=1)": (nm.Hutchinson(deflate=1), "estimate", "auto"),
     "Hutchinson()": (nm.Hutchinson(), "estimate", "auto"),
-    "Hutchinson(), batch": (nm.Hutchinson(), "estimate", "batch"),
+    "Hutchinson(deflate=0)": (nm.Hutchinson(deflate=0), "estimate", "auto"),
+    "Hutchinson(deflate=0), batch": (nm.Hutchinson(deflate=0), "estimate", "batch"),
     "MonteCarlo()": (nm.MonteCarlo(), "estimate", "auto"),
     "Empirical()": (nm.Empirical(), "per sample", "auto"),
     "Exact()": (nm.Exact(), "exact", "auto"),

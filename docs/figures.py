@@ -8,7 +8,7 @@ from neuromanifold.report.core_space import save_figure
 from neuromanifold.report.histograms import histograms, plot_histograms
 
 IMAGES = Path(__file__).parent / "images"
-SHOWN = "Hutchinson(deflate=1)"
+SHOWN = "Hutchinson()"
 
 if __name__ == "__main__":
     trained = train_digits(1024)

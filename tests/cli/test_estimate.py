@@ -76,13 +76,13 @@ def test_options_reach_the_estimate(folder: Folder, tmp_path: Path) -> None:
     path, _ = write_data("text", tmp_path, 12)
     out = tmp_path / "fim.safetensors"
     options = ["-b", 2, "--batches", 4, "--seed", 5, "-p", "classifier.*", "-p", "*.query.*", "--granularity", "batch"]
-    good("estimate", "-m", folder("text"), "-d", path, "-o", out, *options, "-e", "Hutchinson(probes=2, deflate=1)")
+    good("estimate", "-m", folder("text"), "-d", path, "-o", out, *options, "-e", "Hutchinson(probes=2)")
     found = nm.load(out)
     loaded = load_model(str(folder("text")), device="cpu")
     expected = nm.fisher_diagonal(
         loaded.module,
         load_data(str(path), loaded, batch_size=2, batches=4, seed=5, labels=False),
-        estimator=nm.Hutchinson(probes=2, deflate=1),
+        estimator=nm.Hutchinson(probes=2),
         parameters=["classifier.*", "*.query.*"],
         granularity="batch",
         seed=5,
@@ -279,7 +279,7 @@ def test_too_little_room_is_said_before_the_run(
         (["-o", "no/folder/fim.safetensors"], "in a folder that exists"),
         (["-e", "Hutchinson(probe=2)"], "unexpected keyword argument"),
         (["-e", "__import__('os')"], "one of Hutchinson, Exact"),
-        (["-e", "Full"], "one of Hutchinson, Exact"),
+        (["-e", "Upper"], "one of Hutchinson, Exact"),
         (["-e", "guess"], "one of Hutchinson, Exact"),
         (["--shard", "2/2"], "I from 0 to N-1"),
         (["--granularity", "token"], "auto, sample or batch"),
@@ -333,4 +333,4 @@ def test_the_help_names_every_option_with_its_default() -> None:
                    "--batch-size", "--max-length", "--dtype", "--device", "--parameters", "--seed", "--checkpoint",
                    "--shard"):  # fmt: skip
         assert option in said
-    assert "Hutchinson(deflate=1)" in said
+    assert "Hutchinson()" in said

@@ -14,7 +14,9 @@ from tests.cli.commands import bad, good
 def result(seed: int = 0, names: tuple[str, ...] = ("body.weight", "head.weight"), count: int = 5) -> nm.DiagonalFisher:
     generator = torch.Generator().manual_seed(seed)
     sums = {name: torch.rand(3, 4, generator=generator) for name in names}
-    provenance = Provenance("Hutchinson()", "unbiased", seeds=[seed], batches=2, passes=2, model="a model", data="data")
+    provenance = Provenance(
+        "Hutchinson(deflate=0)", "unbiased", seeds=[seed], batches=2, passes=2, model="a model", data="data"
+    )
     return nm.DiagonalFisher(sums, {name: 0.1 * value for name, value in sums.items()}, count, count, provenance)
 
 
@@ -29,7 +31,7 @@ def files(tmp_path: Path) -> list[Path]:
 def test_show_is_a_table_with_provenance(files: list[Path]) -> None:
     said = good("show", files[0])
     assert "per sample" in said
-    for word in ("body", "head", "all", "24", "10 %", "Hutchinson(): unbiased", "a model", "5, 2 batches"):
+    for word in ("body", "head", "all", "24", "10 %", "Hutchinson(deflate=0): unbiased", "a model", "5, 2 batches"):
         assert word in said, word
     mean = float(result()["head.weight"].mean())
     assert f"{mean:.3g}" in said
@@ -113,7 +115,7 @@ def test_env_lists_versions_and_devices() -> None:
 def test_show_of_a_hundred_million_parameters_is_quick(tmp_path: Path) -> None:
     shapes = {f"layer.{i}.weight": (2500, 4000) for i in range(10)}
     sums = {name: torch.rand(shape) for name, shape in shapes.items()}
-    provenance = Provenance("Hutchinson()", "unbiased")
+    provenance = Provenance("Hutchinson(deflate=0)", "unbiased")
     large = nm.DiagonalFisher(sums, {name: 0.1 * v for name, v in sums.items()}, 1, 1, provenance)
     large.save(tmp_path / "large.safetensors")
     good("show", tmp_path / "large.safetensors")  # from the disk once

@@ -45,14 +45,14 @@ def test_a_row_for_every_estimator(result: nm.Check) -> None:
     names = [row.name for row in result.rows]
     assert names == [
         "Exact()",
-        "Hutchinson(deflate=1)",
         "Hutchinson()",
-        "Hutchinson(probes=2, deflate=1)",
-        "Hutchinson(probes=4, deflate=1)",
-        "Hutchinson(deflate=1) by batches",
+        "Hutchinson(deflate=0)",
+        "Hutchinson(probes=2)",
+        "Hutchinson(probes=4)",
+        "Hutchinson() by batches",
         "MonteCarlo()",
-        "Exact(core=Upper())",
-        "Exact(core=Lower(rank=1))",
+        "Exact(envelope=Upper())",
+        "Exact(envelope=Lower(rank=1))",
         "Empirical()",
         "SquaredBatchGradient()",
     ]
@@ -79,10 +79,10 @@ def test_numbers_are_means_over_three_seeds(result: nm.Check) -> None:
 def test_rows_without_noise_have_no_coverage_and_exact_ones_no_error(result: nm.Check) -> None:
     rows = {row.name: row for row in result.rows}
     assert rows["Exact()"].relmae == rows["Exact()"].relmae_positive == 0
-    assert rows["Hutchinson(probes=4, deflate=1)"].relmae_positive < 1e-5  # as many probes as columns
-    assert rows["Hutchinson(probes=4, deflate=1)"].coverage == 1
+    assert rows["Hutchinson(probes=4)"].relmae_positive < 1e-5  # as many probes as columns
+    assert rows["Hutchinson(probes=4)"].coverage == 1
     assert [row.coverage is None for row in result.rows] == [row.estimator.noise_factor == 0 for row in result.rows]
-    assert rows["Exact(core=Upper())"].trace_ratio > 1 > rows["Exact(core=Lower(rank=1))"].trace_ratio
+    assert rows["Exact(envelope=Upper())"].trace_ratio > 1 > rows["Exact(envelope=Lower(rank=1))"].trace_ratio
 
 
 def test_it_prints_a_table_and_a_verdict(result: nm.Check) -> None:
@@ -103,7 +103,7 @@ def test_every_kind_of_network(name: str) -> None:
     assert result.repeats
     assert result.apart is ("samples mixed" not in name)
     assert result.rows[0].relmae == 0
-    assert {row.name for row in result.rows} >= {"Hutchinson()", "Empirical()"}
+    assert {row.name for row in result.rows} >= {"Hutchinson(deflate=0)", "Empirical()"}
 
 
 def test_without_labels_there_are_no_rows_that_need_them() -> None:
@@ -211,7 +211,7 @@ def test_samples_that_influence_each_other_are_seen() -> None:
     ],
 )
 def test_what_cannot_be_sliced_is_said(model: nn.Module, data: list[Any], why: str) -> None:
-    result = nm.check(model, data, estimators=[nm.Hutchinson()])
+    result = nm.check(model, data, estimators=[nm.Hutchinson(deflate=0)])
     assert (result.apart is None) == bool(why)
     assert not why or any(why in note for note in result.notes)
 
@@ -221,7 +221,7 @@ def test_parameters_of_zero_fisher_and_without_a_rule_are_named() -> None:
     result = nm.check(unused.model, unused.data)
     assert result.zero == ("unused.weight", "unused.bias")
     assert any("unused.weight, unused.bias is zero" in note for note in result.notes)
-    result = nm.check(computed(3), DATA, estimators=[nm.Hutchinson()])
+    result = nm.check(computed(3), DATA, estimators=[nm.Hutchinson(deflate=0)])
     assert {name for name, way in result.granularity.items() if way == "batch"} == set(COMPUTED)
     assert any(note.startswith(f"No rule covers {', '.join(COMPUTED)} (2 of 4 parameters)") for note in result.notes)
 
@@ -253,7 +253,9 @@ class TooLarge(nm.Hutchinson):
 
 
 def test_a_biased_twin_shows() -> None:
-    result = nm.check(network(), DATA, estimators={"twin": TooLarge(probes=4), "right": nm.Hutchinson(probes=4)})
+    result = nm.check(
+        network(), DATA, estimators={"twin": TooLarge(probes=4, deflate=0), "right": nm.Hutchinson(probes=4, deflate=0)}
+    )
     twin, right = result.rows[1:]
     assert (twin.name, right.name) == ("twin", "right")
     assert twin.trace_ratio == pytest.approx(2.25, rel=1e-4)
@@ -267,7 +269,7 @@ def test_a_biased_twin_shows() -> None:
 
 
 def test_fewer_batches_if_all_would_take_too_long() -> None:
-    result = nm.check(network(400), [x for x, _ in DATA], estimators=[nm.Hutchinson()])
+    result = nm.check(network(400), [x for x, _ in DATA], estimators=[nm.Hutchinson(deflate=0)])
     assert result.is_exact
     assert result.exact.provenance.passes == 2 * 399
     note = (
@@ -277,7 +279,7 @@ def test_fewer_batches_if_all_would_take_too_long() -> None:
 
 
 def test_fewer_samples_where_each_takes_passes_of_its_own() -> None:
-    result = nm.check(computed(40), [X[:64], X[:64]], estimators=[nm.Hutchinson()])
+    result = nm.check(computed(40), [X[:64], X[:64]], estimators=[nm.Hutchinson(deflate=0)])
     assert result.is_exact
     assert result.exact.count == 1000 // 39 - 1
     assert any("only 24 samples of the first batch" in note for note in result.notes)
@@ -292,9 +294,9 @@ def test_an_estimate_stands_in_if_nothing_helps(capsys: pytest.CaptureFixture[st
     assert any("2,998 backward passes" in note and "stands in" in note for note in result.notes)
     assert "itself known to" in result.verdict
     rows = {row.name: row for row in result.rows}
-    assert 0 < rows["Hutchinson()"].relmae_positive < 1
+    assert 0 < rows["Hutchinson(deflate=0)"].relmae_positive < 1
     told = capsys.readouterr().err
-    assert "Hutchinson(probes=64, deflate=1) takes 128 backward passes, about" in told
+    assert "Hutchinson(probes=64) takes 128 backward passes, about" in told
 
 
 def test_positions_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +318,7 @@ def test_positions_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Exact() takes 10 backward passes" in capsys.readouterr().err
     many = nm.check(Tagger(), [{"x": x.repeat(1, 101, 1), "attention_mask": mask.repeat(1, 101)}])
     assert not many.is_exact
-    assert many.rows[0].estimator == nm.Hutchinson(probes=64, deflate=1, orthogonal=False)
+    assert many.rows[0].estimator == nm.Hutchinson(probes=64, orthogonal=False)
 
 
 # ---------------------------------------------------------------------- words
@@ -325,7 +327,7 @@ def test_positions_count(capsys: pytest.CaptureFixture[str]) -> None:
 def rows(**errors: tuple[float, float, int]) -> list[CheckRow]:
     """An exact row at ten times a backward, and unbiased ones with (error, time, passes)."""
     exact = CheckRow("Exact()", nm.Exact(), "auto", "exact", 9, 0, 0, 1, 1, None, 10, 3)
-    one = replace(exact, estimator=nm.Hutchinson(), target="unbiased", coverage=0.95)
+    one = replace(exact, estimator=nm.Hutchinson(deflate=0), target="unbiased", coverage=0.95)
     return [
         exact,
         *(replace(one, name=name, relmae_positive=e, time=t, passes=p) for name, (e, t, p) in errors.items()),
@@ -368,8 +370,11 @@ def test_a_reference_with_an_error_is_called_so() -> None:
 
 
 def test_names_are_code() -> None:
-    assert short_name(nm.Hutchinson(probes=2, noise="gaussian")) == "Hutchinson(probes=2, noise='gaussian')"
-    assert short_name(nm.Exact(nm.Lower(3))) == "Exact(core=Lower(rank=3))"
+    assert (
+        short_name(nm.Hutchinson(probes=2, deflate=0, noise="gaussian"))
+        == "Hutchinson(probes=2, deflate=0, noise='gaussian')"
+    )
+    assert short_name(nm.Exact(nm.Lower(3))) == "Exact(envelope=Lower(rank=3))"
     assert short_name(nm.Empirical()) == "Empirical()"
 
 

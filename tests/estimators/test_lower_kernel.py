@@ -21,7 +21,7 @@ import triton.language as tl
 
 import neuromanifold as nm
 from neuromanifold.kernels import dispatch as kernels
-from neuromanifold.kernels.dispatch import lower as module
+from neuromanifold.kernels.triton import lower as module
 from neuromanifold.kernels.triton.signs import random_words, sign
 from neuromanifold.problem.validation import LateValidation
 from tests.core import exact
@@ -232,21 +232,21 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lower(rank: int, probes: int = 1) -> nm.Hutchinson:
-    return nm.Hutchinson(probes, core=nm.Lower(rank), orthogonal=False)
+    return nm.Hutchinson(probes, envelope=nm.Lower(rank), orthogonal=False)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_only_what_the_kernel_does_is_given_to_it() -> None:
     core = nm.Categorical(torch.zeros(3, 20))
-    for estimator in (lower(1), lower(8), lower(2, probes=3), nm.Hutchinson(core=nm.Lower(2))):
+    for estimator in (lower(1), lower(8), lower(2, probes=3), nm.Hutchinson(envelope=nm.Lower(2))):
         assert estimator.fuses(core)
         assert not estimator.fuses(nm.Bernoulli(torch.zeros(3, 20)))
         assert not estimator.fuses(nm.Categorical(torch.zeros(3, 20, dtype=torch.float64)))
         assert not estimator.fuses(nm.Categorical(torch.zeros(3, 20, requires_grad=True)))
         assert not estimator.fuses(nm.Categorical(torch.zeros(3, 4097)))
     assert lower(100).fuses(nm.Categorical(torch.zeros(3, 9)))  # its rank is 8
-    gaussian = nm.Hutchinson(core=nm.Lower(2), noise="gaussian")
-    for other in (lower(9), nm.Hutchinson(2, core=nm.Lower(3)), gaussian, nm.Exact(nm.Lower(2))):
+    gaussian = nm.Hutchinson(noise="gaussian", envelope=nm.Lower(2))
+    for other in (lower(9), nm.Hutchinson(2, envelope=nm.Lower(3)), gaussian, nm.Exact(nm.Lower(2))):
         assert not other.fuses(core)
 
 

@@ -42,7 +42,7 @@ def wanted(monkeypatch):
 
 
 def drawn(logits: Tensor, seed: int = 5, **options) -> Tensor:
-    estimator, generator = nm.Hutchinson(deflate=1, **options), torch.Generator().manual_seed(seed)
+    estimator, generator = nm.Hutchinson(**options), torch.Generator().manual_seed(seed)
     return torch.stack(list(estimator.cotangents(nm.Categorical(logits), None, generator)))
 
 
@@ -91,7 +91,7 @@ def test_only_tied_distributions_are_left_to_torch(monkeypatch):
 def test_it_finds_what_is_wrong_with_logits(row):
     good = torch.tensor([[1.0, 2.0, 3.0], [1.0, -INF, 2.0]])
     logits, generator = torch.cat([good, torch.tensor([row])]), torch.Generator()
-    estimator = nm.Hutchinson(deflate=1)
+    estimator = nm.Hutchinson()
     with pytest.raises(ValueError, match=r"at index \[2\]"):
         list(estimator.cotangents(nm.Categorical.unsearched(logits), None, generator))
     (found,) = estimator.cotangents(nm.Categorical(logits, validate=False), None, generator)  # not wanted
@@ -120,7 +120,7 @@ def test_a_run_says_what_is_wrong_with_logits(wish, monkeypatch):
     good = torch.zeros(2, 3)
     bad = torch.tensor([[1.0, 2.0, 3.0], [NAN, 0.0, 0.0]])
     with pytest.raises(ValueError, match=r"Batch 1 of `data`: .*NaN at index \[1\]"):
-        nm.fisher_diagonal(torch.nn.Linear(3, 4), [good, bad], nm.Hutchinson(deflate=1))
+        nm.fisher_diagonal(torch.nn.Linear(3, 4), [good, bad], nm.Hutchinson())
 
 
 def test_probes_do_not_depend_on_the_number_of_threads(monkeypatch):

@@ -41,18 +41,18 @@ def simulated(estimator: nm.Estimator, core: Core, jacobian: Tensor, granularity
 
 
 SIMULATED = {
-    "rademacher": (nm.Hutchinson(2), nm.Categorical(2 * normal(3, 6))),
-    "rademacher, deflated": (nm.Hutchinson(3, deflate=1), nm.Categorical(2 * normal(3, 6))),
+    "rademacher": (nm.Hutchinson(2, deflate=0), nm.Categorical(2 * normal(3, 6))),
+    "rademacher, deflated": (nm.Hutchinson(3), nm.Categorical(2 * normal(3, 6))),
     "rademacher, deflated 5": (nm.Hutchinson(3, deflate=5), nm.Categorical(2 * normal(3, 6))),
-    "rademacher, even predictions": (nm.Hutchinson(2, deflate=1), nm.Categorical(0.1 * normal(3, 6))),
-    "rademacher, even d": (nm.Hutchinson(2), nm.Categorical(2 * normal(3, 7))),
-    "rademacher, even d, three": (nm.Hutchinson(3), nm.Categorical(2 * normal(3, 7))),
-    "rademacher, columns": (nm.Hutchinson(9), nm.Categorical(2 * normal(3, 3))),
-    "rademacher, Bernoulli": (nm.Hutchinson(3), nm.Bernoulli(normal(3, 4))),
-    "gaussian": (nm.Hutchinson(2, "gaussian"), nm.Categorical(2 * normal(3, 6))),
-    "gaussian, deflated": (nm.Hutchinson(3, "gaussian", deflate=1), nm.Categorical(2 * normal(3, 6))),
-    "gaussian, even predictions": (nm.Hutchinson(2, "gaussian", deflate=1), nm.Categorical(0.1 * normal(3, 6))),
-    "gaussian, Bernoulli": (nm.Hutchinson(3, "gaussian"), nm.Bernoulli(normal(3, 4))),
+    "rademacher, even predictions": (nm.Hutchinson(2), nm.Categorical(0.1 * normal(3, 6))),
+    "rademacher, even d": (nm.Hutchinson(2, deflate=0), nm.Categorical(2 * normal(3, 7))),
+    "rademacher, even d, three": (nm.Hutchinson(3, deflate=0), nm.Categorical(2 * normal(3, 7))),
+    "rademacher, columns": (nm.Hutchinson(9, deflate=0), nm.Categorical(2 * normal(3, 3))),
+    "rademacher, Bernoulli": (nm.Hutchinson(3, deflate=0), nm.Bernoulli(normal(3, 4))),
+    "gaussian": (nm.Hutchinson(2, deflate=0, noise="gaussian"), nm.Categorical(2 * normal(3, 6))),
+    "gaussian, deflated": (nm.Hutchinson(3, noise="gaussian"), nm.Categorical(2 * normal(3, 6))),
+    "gaussian, even predictions": (nm.Hutchinson(2, noise="gaussian"), nm.Categorical(0.1 * normal(3, 6))),
+    "gaussian, Bernoulli": (nm.Hutchinson(3, deflate=0, noise="gaussian"), nm.Bernoulli(normal(3, 4))),
 }
 
 
@@ -91,7 +91,7 @@ def test_one_order_of_the_axes_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> N
     Batches are what is independent then, so each is a mean over few distributions, along two axes of the inner space.
     """
     monkeypatch.setattr(orthogonal, "ORDERS_OF_THEIR_OWN", 0)
-    core, estimator = nm.Gaussian(torch.zeros(2, 4).double()), nm.Hutchinson(2)
+    core, estimator = nm.Gaussian(torch.zeros(2, 4).double()), nm.Hutchinson(2, deflate=0)
     generator, estimates = torch.Generator().manual_seed(0), []
     for _ in range(3000):
         u = torch.stack(list(estimator.cotangents(core, None, generator)))
@@ -108,7 +108,11 @@ def test_one_order_of_the_axes_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_cross_terms_of_passes_are_uncorrelated() -> None:
     """E[u_j u_lᵀ] = 0, false-alarm rate 1e-6.  Columns are correlated without a random sign for each of them."""
     core = nm.Categorical(normal(5).expand(200_000, 5))
-    for estimator, seen in ((nm.Hutchinson(2), False), (nm.Hutchinson(4), False), (Uncentred(4), True)):
+    for estimator, seen in (
+        (nm.Hutchinson(2, deflate=0), False),
+        (nm.Hutchinson(4, deflate=0), False),
+        (Uncentred(4, deflate=0), True),
+    ):
         u = drawn(estimator, core)
         products = u[0][:, :, None] * u[1][:, None, :]
         assert (worst_z_score(products, torch.zeros(5, 5).double()) > allowed_z_score(25)) is seen
@@ -118,6 +122,6 @@ def test_a_frame_of_gaussian_noise_is_centred_only_by_its_signs() -> None:
     """False-alarm rate 1e-6."""
     core = nm.Categorical(normal(5).expand(50_000, 5))
     for kind, seen in ((nm.Hutchinson, False), (Uncentred, True)):
-        u = drawn(kind(2, "gaussian"), core)
+        u = drawn(kind(2, deflate=0, noise="gaussian"), core)
         z = [worst_z_score(one, torch.zeros(5).double()) for one in u]
         assert (max(z) > allowed_z_score(10)) is seen

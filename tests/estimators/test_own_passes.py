@@ -37,7 +37,7 @@ PREDICTIONS = {
 def test_eigenvectors_get_passes_where_it_pays(name: str, noise: Any) -> None:
     """One number for the batch; cotangents and noise factors agree on it, whoever is asked first."""
     for m, k in itertools.product((2, 3, 5, 28), (1, 2, 40)):
-        core, estimator = nm.Categorical(PREDICTIONS[name]), nm.Hutchinson(m, noise, deflate=k)
+        core, estimator = nm.Categorical(PREDICTIONS[name]), nm.Hutchinson(m, deflate=k, noise=noise)
         own = int((shares(core, min(k, m - 1)) > 1 / (2 * m - 1)).sum())
         u, factors = drawn(estimator, core), estimator.pass_noise(core, alone=True)
         assert [factor == 0 for factor in factors] == [True] * own + [False] * (m - own)
@@ -93,7 +93,7 @@ def test_even_predictions_by_simulation() -> None:
     exact = torch.einsum("cp,cd,dp->p", jacobian, core.fisher()[0], jacobian)
     error = {}
     for kind in (nm.Hutchinson, Always):
-        u = kind(2, deflate=1).cotangents(core, None, torch.Generator().manual_seed(0))
+        u = kind(2).cotangents(core, None, torch.Generator().manual_seed(0))
         estimate = torch.einsum("mnc,cp->mnp", torch.stack(list(u)), jacobian).square().sum(0)
         assert worst_z_score(estimate, exact) < allowed_z_score(20)
         error[kind] = float(((estimate - exact) / exact).square().mean())
@@ -115,7 +115,7 @@ def test_the_spectrum_is_computed_once() -> None:
         assert estimator.passes(core) == len(list(estimator.cotangents(core, None, torch.Generator()))) == 4
         assert calls == [2]
         calls.clear()
-    nm.Hutchinson(4).pass_noise(Counting(normal(20, 10)), True)
+    nm.Hutchinson(4, deflate=0).pass_noise(Counting(normal(20, 10)), True)
     assert not calls
     core = Counting(5 * normal(20, 10).requires_grad_())
     with torch.no_grad():

@@ -32,7 +32,7 @@ def test_columns_do_not_depend_on_the_size_of_blocks(name: str, block: int, monk
 
     monkeypatch.setattr(parts, "BLOCK", block)
     monkeypatch.setattr(core, "columns", columns)
-    found = torch.stack(list(nm.Full().columns(core)))
+    found = torch.stack(list(parts.factor_columns(core, None)))
     assert torch.equal(found, torch.stack([core.column(i) for i in range(core.rank)]))
     torch.testing.assert_close(torch.einsum("k...c,k...d->...cd", found, found), core.fisher())
     numbers = max(1, core.batch_shape.numel() * core.dim)

@@ -57,7 +57,7 @@ def test_probes_are_unbiased_for_the_whole_matrix(name: str, per: Any) -> None:
 
     Means of 16 products of sums of signs have somewhat longer tails than normal numbers: a fifth is added to the limit.
     """
-    estimator, expected = nm.Hutchinson(16, orthogonal=False), dense(SOME[name])
+    estimator, expected = nm.Hutchinson(16, deflate=0, orthogonal=False), dense(SOME[name])
     samples = torch.stack([matrix(factors(SOME[name], estimator, per, seed=seed)) for seed in range(40)])
     entries = expected.abs() > 1e-6 * expected.abs().max()
     limit = 1.2 * allowed_z_score(int(entries.sum()))
@@ -66,21 +66,23 @@ def test_probes_are_unbiased_for_the_whole_matrix(name: str, per: Any) -> None:
 
 
 def test_rows_are_those_of_batches_or_samples() -> None:
-    estimator = nm.Hutchinson(2, orthogonal=False)
+    estimator = nm.Hutchinson(2, deflate=0, orthogonal=False)
     assert nm.fisher_factors(MODEL, batches(16), estimator).rank == 2 * 4
     assert nm.fisher_factors(MODEL, batches(16), estimator, "sample").rank == 2 * 64
     empirical = nm.fisher_factors(MODEL, batches(16), nm.Empirical(), "sample", dtype=torch.float64, reduction="sum")
     rows, logits = reference.jacobian(MODEL, lambda m: m(X))
     torch.testing.assert_close(empirical.rows, torch.einsum("ncp,nc->np", rows, nm.Categorical(logits).score(Y)))
-    one, other = (nm.fisher_factors(MODEL, batches(1), nm.Hutchinson(), per).rows for per in ("batch", "sample"))
+    one, other = (
+        nm.fisher_factors(MODEL, batches(1), nm.Hutchinson(deflate=0), per).rows for per in ("batch", "sample")
+    )
     torch.testing.assert_close(one, other)
 
 
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
 def test_the_diagonal_is_that_of_fisher_diagonal() -> None:
     for per in ("batch", "sample"):
-        found = nm.fisher_factors(MODEL, batches(16), nm.Hutchinson(), per, seed=3, dtype=torch.float64)
-        expected = nm.fisher_diagonal(MODEL, batches(16), nm.Hutchinson(), granularity=per, seed=3)
+        found = nm.fisher_factors(MODEL, batches(16), nm.Hutchinson(deflate=0), per, seed=3, dtype=torch.float64)
+        expected = nm.fisher_diagonal(MODEL, batches(16), nm.Hutchinson(deflate=0), granularity=per, seed=3)
         for name, value in found.diagonal().items():
             torch.testing.assert_close(value, expected[name])
         assert found.trace == pytest.approx(float(expected.trace))

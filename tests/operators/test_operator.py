@@ -66,7 +66,7 @@ def test_envelopes(name: str, part: Any) -> None:
         middle = torch.einsum("nk,nkc,nkd->ncd", values, vectors, vectors)
     expected = torch.einsum("ncp,ncd,ndq->pq", rows, middle, rows)
     v = block(len(expected), 2)
-    assert relative_error(operator(problem, core=part) @ v, expected @ v) < 1e-9
+    assert relative_error(operator(problem, envelope=part) @ v, expected @ v) < 1e-9
 
 
 EXPECTED_WAYS = {
@@ -212,8 +212,8 @@ def test_autocast_may_be_switched_on_later() -> None:
     expected = (metric @ v).double()
     with torch.autocast("cpu", dtype=torch.float16):
         assert relative_error(1e6 * (metric @ (1e-6 * v)), expected) < 0.01
-        lower = nm.fisher_operator(model, [X.float()], core=nm.Lower(1)) @ v
-    assert relative_error(lower, (nm.fisher_operator(model, [X.float()], core=nm.Lower(1)) @ v).double()) < 0.01
+        lower = nm.fisher_operator(model, [X.float()], envelope=nm.Lower(1)) @ v
+    assert relative_error(lower, (nm.fisher_operator(model, [X.float()], envelope=nm.Lower(1)) @ v).double()) < 0.01
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -415,8 +415,8 @@ def test_bad_input() -> None:
         metric @ {**step, "other": step["0.bias"]}
     with pytest.raises(ValueError, match=r"`v\['0.bias'\]` must be a tensor of shape \[8\], got shape \[2\]"):
         metric @ {**step, "0.bias": torch.ones(2)}
-    with pytest.raises(TypeError, match=r"`core` must be nm.Full\(\)"):
-        nm.fisher_operator(MODEL, batches(64), core=nm.Full)
+    with pytest.raises(TypeError, match=r"`envelope` must be None"):
+        nm.fisher_operator(MODEL, batches(64), envelope=nm.Upper)
     with pytest.raises(ValueError, match="`reduction` must be"):
         nm.fisher_operator(MODEL, batches(64), reduction="max")
     with pytest.raises(TypeError, match="`likelihood` must be"):

@@ -11,10 +11,10 @@ from torch.nn import functional
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 pytest.importorskip("triton")
 
+from neuromanifold.kernels import triton as kernels
 from neuromanifold.kernels.triton import convolution, depthwise
 from neuromanifold.kernels.triton.convolution import add_squares
 from neuromanifold.kernels.triton.tiles import HALF, Config, choose
-from neuromanifold.persample import kernels
 from neuromanifold.persample.gradients import Accumulators
 from neuromanifold.persample.rules.convolution import Convolution
 

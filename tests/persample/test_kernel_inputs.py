@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample import kernels
+from neuromanifold.kernels import triton as kernels
 from neuromanifold.persample.rules import registry
 
 

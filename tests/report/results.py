@@ -10,7 +10,7 @@ from neuromanifold.results import Provenance
 def result(
     sums: dict[str, Tensor],
     noise: float = 0.1,
-    estimator: str = "Hutchinson(probes=1, noise='rademacher', core=Full(), deflate=1, orthogonal=True)",
+    estimator: str = "Hutchinson(probes=1, deflate=1, noise='rademacher', envelope=None, orthogonal=True)",
     target: str = "unbiased",
     ways: dict[str, str] | None = None,
     count: int = 10,

@@ -31,10 +31,10 @@ def test_where_the_trace_sits_and_what_is_zero() -> None:
     ("estimator", "words"),
     [
         (nm.Exact(), "The exact Fisher diagonal"),
-        (nm.Hutchinson(), "An unbiased estimate"),
+        (nm.Hutchinson(deflate=0), "An unbiased estimate"),
         (nm.MonteCarlo(), "An unbiased estimate"),
-        (nm.Hutchinson(core=nm.Upper()), "An upper bound of the Fisher diagonal, estimated without bias"),
-        (nm.Exact(core=nm.Lower(rank=1)), "A lower bound of the Fisher diagonal, computed exactly"),
+        (nm.Hutchinson(envelope=nm.Upper()), "An upper bound of the Fisher diagonal, estimated without bias"),
+        (nm.Exact(envelope=nm.Lower(rank=1)), "A lower bound of the Fisher diagonal, computed exactly"),
         (nm.Empirical(), "A biased estimate of the Fisher diagonal: given labels instead of the model's"),
         (nm.SquaredBatchGradient(), "These numbers are no Fisher information"),
     ],
@@ -109,7 +109,8 @@ def test_percentages_never_round_to_nothing_or_everything(share: float, text: st
 
 
 @pytest.mark.parametrize(
-    "estimator", [nm.Hutchinson(), nm.Hutchinson(probes=3, deflate=1), nm.Exact(core=nm.Lower(rank=2)), nm.Empirical()]
+    "estimator",
+    [nm.Hutchinson(deflate=0), nm.Hutchinson(probes=3), nm.Exact(envelope=nm.Lower(rank=2)), nm.Empirical()],
 )
 def test_an_estimator_is_shown_as_it_is_written(estimator: nm.Estimator) -> None:
     short = brief(repr(estimator))

@@ -28,9 +28,9 @@ from tests.run.killed_runs import BrokenError, failing
 ROOT = Path(__file__).parents[2]
 PROBES: dict[str, dict[str, Any]] = {
     "default": {},
-    "three probes": {"estimator": nm.Hutchinson(3)},
+    "three probes": {"estimator": nm.Hutchinson(3, deflate=0)},
     "by batches": {"granularity": "batch"},
-    "by samples": {"granularity": "sample", "estimator": nm.Hutchinson(2, noise="gaussian")},
+    "by samples": {"granularity": "sample", "estimator": nm.Hutchinson(2, deflate=0, noise="gaussian")},
     "Monte Carlo": {"estimator": nm.MonteCarlo(2)},
     "Exact": {"estimator": nm.Exact()},
     "Empirical": {"estimator": nm.Empirical()},
@@ -198,7 +198,7 @@ def test_more_data_may_follow(tmp_path: Path) -> None:
     assert_identical(estimate(model, data, checkpoint=tmp_path / "state"), estimate(model, data))
 
 
-@pytest.mark.parametrize("options", [{}, {"granularity": "batch"}, {"estimator": nm.Hutchinson(3)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"granularity": "batch"}, {"estimator": nm.Hutchinson(3, deflate=0)}], ids=str)
 def test_traces_too(options: dict[str, Any], tmp_path: Path) -> None:
     model, data = killed_runs.network(), inputs(7, 16)
     expected = nm.fisher_trace(model, data, **options)
@@ -470,7 +470,7 @@ def tempered(temperature: float) -> Callable[[Tensor], nm.Categorical]:
 
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "seed": (killed_runs.network, {"seed": 1}, r"seed \(0, now 1\)"),
-    "estimator": (killed_runs.network, {"estimator": nm.Hutchinson()}, "estimator"),
+    "estimator": (killed_runs.network, {"estimator": nm.Hutchinson(deflate=0)}, "estimator"),
     "granularity": (killed_runs.network, {"granularity": "batch"}, r"granularity \(auto, now batch\)"),
     "likelihood": (killed_runs.network, {"likelihood": nm.Bernoulli}, r"likelihood \(Categorical, now Bernoulli\)"),
     "parameters": (killed_runs.network, {"parameters": "*.bias"}, "parameters"),

@@ -35,7 +35,9 @@ def thinned_over_full(
 
 
 @pytest.mark.parametrize(
-    "estimator", [nm.Hutchinson(probes=3), nm.Hutchinson(probes=3, orthogonal=False), nm.MonteCarlo(4)], ids=repr
+    "estimator",
+    [nm.Hutchinson(probes=3, deflate=0), nm.Hutchinson(probes=3, deflate=0, orthogonal=False), nm.MonteCarlo(4)],
+    ids=repr,
 )
 def test_error_bars_of_several_probes_count_thinned_batches_fully(estimator, monkeypatch):
     """SquaredProduct.add_squares drops the weight 4 of a batch that stands for four: the variance is a quarter."""
@@ -47,14 +49,14 @@ def test_error_bars_of_several_probes_count_thinned_batches_fully(estimator, mon
 def test_error_bars_of_a_few_large_batches_are_not_too_small(size, batches, monkeypatch):
     """The first batch counts once, for itself; the second and the third not at all, and nothing for them."""
     data = list(inputs(batches, size, 6))
-    assert 0.8 < thinned_over_full(monkeypatch, data, nm.Hutchinson()) < 1.5
+    assert 0.8 < thinned_over_full(monkeypatch, data, nm.Hutchinson(deflate=0)) < 1.5
 
 
 def test_a_run_does_not_stop_because_a_batch_was_left_out_of_the_error(monkeypatch):
     data = list(inputs(16, 256, 6))
-    first = nm.fisher_diagonal(network(), data[:1], nm.Hutchinson(), parameters="*.weight").relative_error
+    first = nm.fisher_diagonal(network(), data[:1], nm.Hutchinson(deflate=0), parameters="*.weight").relative_error
     wanted = {"rtol": first / 2.2, "parameters": "*.weight"}  # some five batches
-    assert thinned_over_full(monkeypatch, data, nm.Hutchinson(), **wanted) > 0.7
+    assert thinned_over_full(monkeypatch, data, nm.Hutchinson(deflate=0), **wanted) > 0.7
 
 
 @pytest.mark.parametrize("granularity", ["auto", "batch"])
@@ -67,5 +69,5 @@ def test_error_bars_stay_finite_if_the_first_batches_are_saturated(granularity, 
         model.bias.zero_()
     sure, unsure = inputs(4, 6), inputs(4, 6, seed=1)
     sure[:, 0], unsure[:, 0] = 60.0, 0.0
-    found = nm.fisher_diagonal(model, [sure] * first + [unsure] * 4, nm.Hutchinson(), granularity=granularity)
+    found = nm.fisher_diagonal(model, [sure] * first + [unsure] * 4, nm.Hutchinson(deflate=0), granularity=granularity)
     assert all(bool(value.isfinite().all()) for value in found.stderr.values())

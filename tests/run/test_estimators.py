@@ -174,7 +174,7 @@ def _float(inputs: object, dtype: torch.dtype = torch.float32) -> object:
 @pytest.mark.parametrize("name", ALL)
 def test_one_backward_squares_what_it_says(name: str, granularity: str) -> None:
     """The very cotangents of a run, sent back by definition: squared by samples where it says so, else by batches."""
-    problem, estimator = ALL[name], nm.Hutchinson(2, orthogonal=False)
+    problem, estimator = ALL[name], nm.Hutchinson(2, deflate=0, orthogonal=False)
     result = estimate(problem, estimator, granularity=granularity, seed=3)
     ways = result.provenance.granularity
     if granularity != "auto":
@@ -200,11 +200,11 @@ def test_one_backward_squares_what_it_says(name: str, granularity: str) -> None:
 
 
 HUTCHINSON = {
-    "rademacher": (nm.Hutchinson(PROBES, orthogonal=False), "full", "rademacher"),
-    "gaussian": (nm.Hutchinson(PROBES, noise="gaussian", orthogonal=False), "full", "gaussian"),
-    "upper": (nm.Hutchinson(PROBES, core=nm.Upper(), orthogonal=False), "upper", "rademacher"),
-    "lower 1": (nm.Hutchinson(PROBES, core=nm.Lower(1), orthogonal=False), "1", "rademacher"),
-    "lower 2": (nm.Hutchinson(PROBES, core=nm.Lower(2), orthogonal=False), "2", "rademacher"),
+    "rademacher": (nm.Hutchinson(PROBES, deflate=0, orthogonal=False), "full", "rademacher"),
+    "gaussian": (nm.Hutchinson(PROBES, deflate=0, noise="gaussian", orthogonal=False), "full", "gaussian"),
+    "upper": (nm.Hutchinson(PROBES, envelope=nm.Upper(), orthogonal=False), "upper", "rademacher"),
+    "lower 1": (nm.Hutchinson(PROBES, envelope=nm.Lower(1), orthogonal=False), "1", "rademacher"),
+    "lower 2": (nm.Hutchinson(PROBES, envelope=nm.Lower(2), orthogonal=False), "2", "rademacher"),
 }
 
 
@@ -221,9 +221,7 @@ def test_hutchinson_is_unbiased_with_the_variance_of_the_paper(name: str, kind: 
 
 
 @pytest.mark.parametrize("granularity", ["auto", "batch"])
-@pytest.mark.parametrize(
-    "estimator", [nm.Hutchinson(PROBES, deflate=1, orthogonal=False), nm.MonteCarlo(PROBES)], ids=repr
-)
+@pytest.mark.parametrize("estimator", [nm.Hutchinson(PROBES, orthogonal=False), nm.MonteCarlo(PROBES)], ids=repr)
 @pytest.mark.parametrize("name", SOME)
 def test_deflated_and_monte_carlo_are_unbiased(name: str, estimator: nm.Estimator, granularity: str) -> None:
     """By the standard error that the run itself reports; that is random too, so no false-alarm rate is claimed."""
@@ -266,7 +264,7 @@ def test_biased_twins_would_be_seen(name: str, granularity: str) -> None:
     assert seen
     if problem.likelihood is nm.Categorical:
         kind = Unsigned if granularity == "batch" else SumOfProbes
-        result = estimate(problem, kind(PROBES, orthogonal=False), granularity=granularity)
+        result = estimate(problem, kind(PROBES, deflate=0, orthogonal=False), granularity=granularity)
         try:
             z = z_scores(problem, result, "full", "rademacher", PROBES)
         except AssertionError:
@@ -278,7 +276,7 @@ def test_two_classes_deflated_has_no_class_noise() -> None:
     """One sample, two classes: only a sign is random, so the square is exact."""
     problem = PROBLEMS["two classes"]
     data = [problem.inputs[i : i + 1] for i in range(4)]
-    result = nm.fisher_diagonal(problem.model, data, nm.Hutchinson(deflate=1), reduction="sum")
+    result = nm.fisher_diagonal(problem.model, data, nm.Hutchinson(), reduction="sum")
     expected = reference.fisher_diagonal(problem.model, problem.forward)
     torch.testing.assert_close(result["weight"], expected["weight"], rtol=1e-12, atol=0)
 
@@ -322,7 +320,7 @@ def test_variance_over_many_seeds_is_that_of_theorem_11(noise: str, granularity:
         variance -= 2 * a[group].pow(4).sum((0, 1)) if noise == "rademacher" else 0
     squares = []
     for seed in range(seeds):
-        estimator = nm.Hutchinson(noise=noise)
+        estimator = nm.Hutchinson(deflate=0, noise=noise)
         result = nm.fisher_diagonal(problem.model, [problem.inputs], estimator, granularity=granularity, seed=seed).sum
         squares.append(flat(result))
     deviations = (torch.stack(squares) - exact).square()

@@ -66,14 +66,16 @@ def test_ignored_and_masked_positions_do_not_count() -> None:
     labels = torch.where(valid, Y.view(16, 4), -100)
     masked = {"x": tokens, "attention_mask": valid.long()}
     whole = {"reduction": "sum", "granularity": "batch"}
-    for estimator, options in ((nm.Hutchinson(20), whole), (nm.Exact(), {"reduction": "sum"})):
+    for estimator, options in ((nm.Hutchinson(20, deflate=0), whole), (nm.Exact(), {"reduction": "sum"})):
         flat = nm.fisher_diagonal(MODEL, [tokens[valid]], estimator, **options)
         by_label = nm.fisher_diagonal(MODEL, [(tokens, labels)], estimator, **options)
         by_mask = nm.fisher_diagonal(Wrapped(lambda z: z), [masked], estimator, **options)
         for result, prefix in ((by_label, ""), (by_mask, "net.")):
             assert (result.count, result.positions) == (16, int(valid.sum()))
             torch.testing.assert_close(result[f"{prefix}0.weight"], flat["0.weight"], rtol=1e-12, atol=0)
-    random = nm.fisher_diagonal(MODEL, [(tokens, labels)], nm.Hutchinson(400, orthogonal=False), reduction="sum")
+    random = nm.fisher_diagonal(
+        MODEL, [(tokens, labels)], nm.Hutchinson(400, deflate=0, orthogonal=False), reduction="sum"
+    )
     for name in random:  # positions of a sample are added before they are squared: another noise, the same mean
         assert ((random[name] - flat[name]).abs() <= 7 * random.stderr[name]).all()
     other = nm.fisher_diagonal(MODEL, [(tokens, torch.where(valid, Y.view(16, 4), 7))], ignore_index=7)
@@ -83,9 +85,9 @@ def test_ignored_and_masked_positions_do_not_count() -> None:
 def test_ignored_labels_are_respected_by_every_way_to_say_categorical() -> None:
     """Nor does the mean count samples that do not count."""
     labels = torch.where(torch.arange(64) < 40, Y, -100)
-    expected = nm.fisher_diagonal(MODEL, [X[:40]], nm.Hutchinson(300))
+    expected = nm.fisher_diagonal(MODEL, [X[:40]], nm.Hutchinson(300, deflate=0))
     for likelihood in (nm.Categorical, lambda z: nm.Categorical(z), partial(nm.Categorical, validate=False)):
-        result = nm.fisher_diagonal(MODEL, [(X, labels)], nm.Hutchinson(300), likelihood)
+        result = nm.fisher_diagonal(MODEL, [(X, labels)], nm.Hutchinson(300, deflate=0), likelihood)
         assert (result.count, result.positions) == (40, 40)
         assert result.compare(expected).relmae < 0.2
     assert nm.fisher_diagonal(MODEL, [(X, labels.to(torch.uint8))], ignore_index=156).count == 40
@@ -161,8 +163,8 @@ def test_parameters_by_pattern_list_and_predicate() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_accumulate_in_float32(dtype: torch.dtype) -> None:
     half = network().to(dtype)
-    reference = nm.fisher_diagonal(network().to(dtype).float(), [X.to(dtype).float()], nm.Hutchinson(64))
-    result = nm.fisher_diagonal(half, [X.to(dtype)], nm.Hutchinson(64))
+    reference = nm.fisher_diagonal(network().to(dtype).float(), [X.to(dtype).float()], nm.Hutchinson(64, deflate=0))
+    result = nm.fisher_diagonal(half, [X.to(dtype)], nm.Hutchinson(64, deflate=0))
     assert result["0.weight"].dtype == torch.float32
     assert result.compare(reference).relmae_positive < (0.1 if dtype == torch.bfloat16 else 0.02)
 
@@ -174,8 +176,8 @@ def test_float16_gradients_do_not_underflow() -> None:
         small[0].weight.fill_(1e-4)
         small[1].weight.copy_(1e-4 * torch.arange(24).view(3, 8))
     x = 1e-3 * X.half()
-    reference = nm.fisher_diagonal(small.half().float(), [x.float()], nm.Hutchinson(64))
-    result = nm.fisher_diagonal(small.half(), [x], nm.Hutchinson(64))
+    reference = nm.fisher_diagonal(small.half().float(), [x.float()], nm.Hutchinson(64, deflate=0))
+    result = nm.fisher_diagonal(small.half(), [x], nm.Hutchinson(64, deflate=0))
     assert (reference["0.weight"] > 0).all()
     assert 0 < float(reference["0.weight"].max()) < 1e-12
     assert result.compare(reference).relmae_positive < 0.05
@@ -186,7 +188,7 @@ def test_float16_gradients_do_not_overflow() -> None:
     with torch.no_grad():
         large[1].weight.mul_(1000)
     x = 30 * X.half()
-    result = nm.fisher_diagonal(large, [x], nm.Hutchinson(core=nm.Upper()))
+    result = nm.fisher_diagonal(large, [x], nm.Hutchinson(envelope=nm.Upper()))
     assert all(torch.isfinite(value).all() for value in result.values())
     assert any((value > 0).any() for value in result.values())
 
@@ -197,17 +199,17 @@ def test_float16_inside_a_float32_model_does_not_underflow() -> None:
     with torch.no_grad():
         model.net[2].bias[0] = 28  # a confident model: cotangents of 1e-6
     model.float()
-    reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(32))
+    reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(32, deflate=0))
     with torch.autocast("cpu", dtype=torch.float16):
-        result = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(32))
+        result = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(32, deflate=0))
     assert result.filter("*0.weight").compare(reference.filter("*0.weight")).relmae_positive < 0.1
 
 
 def test_autocast() -> None:
     model = network().float()
-    reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64))
+    reference = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64, deflate=0))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64))
+        result = nm.fisher_diagonal(model, [X.float()], nm.Hutchinson(64, deflate=0))
     assert result["0.weight"].dtype == torch.float32
     assert result.compare(reference).relmae_positive < 0.1
 
@@ -258,8 +260,8 @@ BAD = {
     "not a core": (fisher(likelihood=lambda z: z.softmax(-1)), TypeError, "`likelihood`.*Tensor"),
     "rtol without noise": (fisher(estimator=nm.Exact(), rtol=0.1), ValueError, "`rtol`.*None for Exact"),
     "all ignored": (fisher(data=[(X, Y * 0 - 100)]), ValueError, "`data`.*Ignored"),
-    "part without parentheses": (lambda: nm.Hutchinson(core=nm.Upper), TypeError, "`core`.*parentheses"),
-    "part by name": (lambda: nm.Exact(core="full"), TypeError, "`core`.*nm.Full"),
+    "part without parentheses": (lambda: nm.Hutchinson(envelope=nm.Upper), TypeError, "`envelope`.*parentheses"),
+    "part by name": (lambda: nm.Exact(envelope="full"), TypeError, "`envelope`.*nm.Upper"),
     "three in a tuple": (fisher(data=[(X, Y, Y)]), TypeError, "Batch 0 of `data`.*tuple of length 3"),
     "labels in a list": (fisher(data=[(X, Y.tolist())]), TypeError, "`labels`.*a tensor.*list"),
     "no match": (fisher(parameters="encoder.*"), ValueError, "`parameters`.*'encoder.*'.*0.weight"),
@@ -293,7 +295,7 @@ BAD = {
     "unknown argument": (fisher(batch_size=3), TypeError, "batch_size"),
     "probes": (lambda: nm.Hutchinson(probes=0), ValueError, "`probes`"),
     "noise": (lambda: nm.Hutchinson(noise="uniform"), ValueError, "`noise`.*'rademacher'.*'uniform'"),
-    "deflate an envelope": (lambda: nm.Hutchinson(core=nm.Upper(), deflate=1), ValueError, "`deflate`.*envelope"),
+    "deflate an envelope": (lambda: nm.Hutchinson(deflate=1, envelope=nm.Upper()), ValueError, "`deflate`.*envelope"),
     "rank": (lambda: nm.Lower(0), ValueError, "`rank`"),
     "samples": (lambda: nm.MonteCarlo(1.5), TypeError, "`samples`.*an int"),
 }

@@ -42,7 +42,9 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[nm.DiagonalFish
         def unchecked(z: Tensor) -> nm.Categorical:
             return nm.Categorical(z, validate=False)
 
-        one, two = (nm.fisher_diagonal(model, data, nm.Hutchinson(), unchecked, replay=r) for r in (False, True))
+        one, two = (
+            nm.fisher_diagonal(model, data, nm.Hutchinson(deflate=0), unchecked, replay=r) for r in (False, True)
+        )
         return one, two
 
     return run
@@ -124,7 +126,7 @@ def unchecked(z: Tensor) -> nm.Categorical:
     return nm.Categorical(z, validate=False)  # looking for NaN reads values back
 
 
-@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Empirical(), nm.Hutchinson(), nm.MonteCarlo()], ids=repr)
+@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Empirical(), nm.Hutchinson(deflate=0), nm.MonteCarlo()], ids=repr)
 @pytest.mark.parametrize("granularity", ["auto", "batch"])
 def test_a_replayed_run_is_the_same(estimator: nm.Estimator, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if granularity == "batch" and not estimator.centred:
@@ -255,7 +257,7 @@ class Asks(nn.Module):
 def replayed_asks(model: Asks, data: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> nm.DiagonalFisher:
     monkeypatch.setattr(loop, "Replay", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # also where there is no CUDA
-    return nm.fisher_diagonal(model, data, nm.Hutchinson(), unchecked, replay=True)
+    return nm.fisher_diagonal(model, data, nm.Hutchinson(deflate=0), unchecked, replay=True)
 
 
 def test_a_model_hears_that_it_is_not_recorded_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +288,7 @@ def test_a_model_that_looks_at_values_is_told_that_it_is_recorded(monkeypatch: p
     assert answers == sorted(answers)  # first no, then yes
     assert set(answers) == {False, True}
     assert set(model.answers[1]) == {False}
-    assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(), unchecked))
+    assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(deflate=0), unchecked))
 
 
 def test_recordings_of_a_model_that_was_not_told_are_not_used_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +304,7 @@ def test_recordings_of_a_model_that_was_not_told_are_not_used_once_it_is(monkeyp
     found = replayed_asks(Sometimes(), data, monkeypatch)
     assert Recorded.last.replayed >= 8
     assert len(Recorded.last._recordings) >= 2
-    assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(), unchecked))
+    assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(deflate=0), unchecked))
 
 
 @pytest.mark.parametrize("open_from", [3, 12, 18, 20], ids=["early", "late", "at the end", "never"])
@@ -317,7 +319,7 @@ def test_a_recording_does_not_look_for_late_gradients(monkeypatch: pytest.Monkey
     """As on a GPU, where that is done after 1, 2, 4, 8, ... batches, and ends a recording."""
     monkeypatch.setattr(watch_module, "_TRIALS", 0)
     monkeypatch.setattr(loop, "Replay", Recorded)
-    nm.fisher_diagonal(Gated().double(), gated_data(20, 20), nm.Hutchinson(), unchecked, replay=True)
+    nm.fisher_diagonal(Gated().double(), gated_data(20, 20), nm.Hutchinson(deflate=0), unchecked, replay=True)
     assert Recorded.last.replayed >= 12
 
 

@@ -89,7 +89,7 @@ def test_no_gradients_of_all_samples_are_ever_held(
     model(x)
     for handle in handles:
         handle.remove()
-    estimator = nm.Exact() if kind == "Exact" else nm.Hutchinson(2)
+    estimator = nm.Exact() if kind == "Exact" else nm.Hutchinson(2, deflate=0)
     run = nm.fisher_trace if kind == "trace" else nm.fisher_diagonal
     with Largest() as largest:
         result = run(model, [x], estimator)
@@ -150,7 +150,7 @@ def no_garbage_collector() -> Iterator[None]:
 KINDS = ["plain", "an output that is not used", "checkpoint", "shared by the samples", "tied", "no rule", "an error"]
 
 
-@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Hutchinson(2)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Hutchinson(2, deflate=0)], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
 def test_graphs_are_gone_without_a_garbage_collector(kind: str, estimator: nm.Estimator) -> None:
@@ -175,7 +175,7 @@ def test_graphs_are_gone_without_a_garbage_collector(kind: str, estimator: nm.Es
 
 def test_the_number_of_tensors_does_not_grow_with_the_data() -> None:
     def count(size: int) -> int:
-        nm.fisher_diagonal(MODEL, [X] * size, nm.Hutchinson(2))
+        nm.fisher_diagonal(MODEL, [X] * size, nm.Hutchinson(2, deflate=0))
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
     with no_garbage_collector():
@@ -183,7 +183,7 @@ def test_the_number_of_tensors_does_not_grow_with_the_data() -> None:
         assert count(3) == count(30)
 
 
-@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Hutchinson(probes=2), nm.MonteCarlo(4)], ids=repr)
+@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Hutchinson(probes=2, deflate=0), nm.MonteCarlo(4)], ids=repr)
 def test_activations_of_a_batch_are_gone_before_the_next(estimator):
     """The loop's `outputs` holds the last graph while the next batch goes forward: twice the memory."""
 

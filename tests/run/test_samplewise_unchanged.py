@@ -109,7 +109,9 @@ FAILURES: dict[str, tuple[Callable[[], nn.Module], type[BaseException] | None]] 
 }
 
 
-@pytest.mark.parametrize("estimator", [nm.Hutchinson(2), nm.Exact(), nm.Empirical()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "estimator", [nm.Hutchinson(2, deflate=0), nm.Exact(), nm.Empirical()], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("name", FAILURES)
 def test_nothing_changes(name: str, estimator: nm.Estimator) -> None:
     make, error = FAILURES[name]

@@ -20,7 +20,7 @@ from tests.zscores import allowed_z_score, worst_z_score
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "default": {},
-    "three probes": {"estimator": nm.Hutchinson(3)},
+    "three probes": {"estimator": nm.Hutchinson(3, deflate=0)},
     "by batches": {"granularity": "batch"},
     "Monte Carlo": {"estimator": nm.MonteCarlo(2)},
     "Exact": {"estimator": nm.Exact()},
@@ -78,7 +78,7 @@ def test_error_bars_of_many_batches_agree_although_fourth_powers_are_taken_of_so
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
     data = list(torch.randn(80, 32, 6))
-    whole, *parts = (nm.fisher_diagonal(model, data, nm.Hutchinson(), shard=s) for s in (None, (0, 2), (1, 2)))
+    whole, *parts = (nm.fisher_diagonal(model, data, nm.Hutchinson(deflate=0), shard=s) for s in (None, (0, 2), (1, 2)))
     found = parts[0] + parts[1]
     assert found.relative_error == pytest.approx(whole.relative_error, rel=0.1)
     torch.testing.assert_close(found["0.weight"], whole["0.weight"])
@@ -211,8 +211,8 @@ def test_batches_and_seeds_have_independent_noise(kind: str) -> None:
 
 
 DRAWN = {
-    "normal": nm.Hutchinson(noise="gaussian"),
-    "default": nm.Hutchinson(deflate=1),
+    "normal": nm.Hutchinson(deflate=0, noise="gaussian"),
+    "default": nm.Hutchinson(),
     "labels": nm.MonteCarlo(),
 }
 
@@ -260,9 +260,9 @@ def test_no_two_batches_of_a_seed_share_what_a_cpu_looks_at() -> None:
 
 def test_the_noise_of_a_batch_does_not_depend_on_the_others() -> None:
     x = [(X[:16], Y[:16]), (X[16:32], Y[16:32])]
-    both = nm.fisher_diagonal(MODEL, x, nm.Hutchinson())
-    first = nm.fisher_diagonal(MODEL, [(X[32:35], Y[32:35]), x[1]], nm.Hutchinson(), shard=(1, 2))
-    second = nm.fisher_diagonal(MODEL, x[:1], nm.Hutchinson())
+    both = nm.fisher_diagonal(MODEL, x, nm.Hutchinson(deflate=0))
+    first = nm.fisher_diagonal(MODEL, [(X[32:35], Y[32:35]), x[1]], nm.Hutchinson(deflate=0), shard=(1, 2))
+    second = nm.fisher_diagonal(MODEL, x[:1], nm.Hutchinson(deflate=0))
     torch.testing.assert_close(both.sums["0.weight"], first.sums["0.weight"] + second.sums["0.weight"])
 
 

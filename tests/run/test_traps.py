@@ -250,7 +250,7 @@ def test_traps(name: str, estimator: nm.Estimator) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "estimator",
-    [nm.Exact(nm.Upper()), nm.Exact(), nm.Hutchinson(3), nm.Hutchinson(2, core=nm.Lower(2))],
+    [nm.Exact(nm.Upper()), nm.Exact(), nm.Hutchinson(3, deflate=0), nm.Hutchinson(2, envelope=nm.Lower(2))],
     ids=repr,
 )
 def test_layers_that_only_some_cotangents_reach(estimator: nm.Estimator, dtype: torch.dtype) -> None:
@@ -274,7 +274,7 @@ def test_standard_errors_of_float16_models_do_not_underflow() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
         model[2].bias.data[0] = 9.0  # a confident model: small cotangents, large scales
-    x, estimator = random(16, 4), nm.Hutchinson(3, orthogonal=False)
+    x, estimator = random(16, 4), nm.Hutchinson(3, deflate=0, orthogonal=False)
     truth = nm.fisher_diagonal(model.half().double(), [x.half().double()], estimator)
     result = nm.fisher_diagonal(model.half(), [x.half()], estimator)
     for key in truth:

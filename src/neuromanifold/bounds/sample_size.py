@@ -10,8 +10,8 @@ sample counts as a batch.  It holds for Hutchinson's estimate in all its forms; 
 bound.  And it is about one entry at a time: the worst of a million entries is off by more.
 
 `probes` counts independent probes, as they are drawn where whole batches are squared.  Orthogonal ones, which
-`Hutchinson(probes=m)` draws where each sample is squared on its own, do better than m independent ones with deflate=0;
-with deflate=k count m - k, at least 1: k passes are the eigenvectors'.  `orthogonal_variance` is exact.
+`Hutchinson(probes=m, deflate=0)` draws where each sample is squared on its own, do better than m independent ones;
+with deflate=k (1 by default) count m - k, at least 1: k passes are the eigenvectors'.  `orthogonal_variance` is exact.
 
 `method` says what else is assumed, in order to turn a standard deviation into a confidence::
 

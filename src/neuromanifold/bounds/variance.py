@@ -147,7 +147,7 @@ def orthogonal_variance(
     noise: Noise = "rademacher",
     granularity: Granularity = "batch",
 ) -> Tensor:
-    """`Hutchinson(probes, noise, deflate=k)` with orthogonal probes, unbiased for F, [P].  Not in the paper.
+    """`Hutchinson(probes, deflate=k, noise=noise)` with orthogonal probes, unbiased for F, [P].  Not in the paper.
 
     Leading eigenvectors in passes of their own have no variance sample-wise; the other m passes have that of
     `orthogonal_probe_variance` in the d dimensions that are left.  How many of the k eigenvectors have their own is

@@ -17,7 +17,7 @@ from neuromanifold.experiments.digits import TRAINING, TrainedDigits, train_digi
 from neuromanifold.report.core_space import save_figure
 from neuromanifold.report.histograms import histograms, plot_histograms
 
-SHOWN = "Hutchinson(deflate=1)"  # the estimate that is saved and drawn over the exact diagonal
+SHOWN = "Hutchinson()"  # the estimate that is saved and drawn over the exact diagonal
 
 NOTES = """\
 for F   right for F on average?  not F: no Fisher, depends on the batch size

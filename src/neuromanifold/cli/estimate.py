@@ -39,9 +39,9 @@ def estimate(
         typer.Option(
             "--estimator", "-e", rich_help_panel="Estimate", metavar="NAME",
             help="Hutchinson (unbiased, one backward pass a batch), Exact (classes - 1 passes), MonteCarlo, Empirical, "
-            "SquaredBatchGradient; with settings as in 'Hutchinson(probes=4, deflate=1)'.",
+            "SquaredBatchGradient; with settings as in 'Hutchinson(probes=4)'.",
         ),
-    ] = "Hutchinson(deflate=1)",
+    ] = "Hutchinson()",
     granularity: Annotated[
         str,
         typer.Option(

@@ -1,4 +1,4 @@
-"""An estimator as text: `hutchinson`, or as Python writes it, `Hutchinson(probes=4, deflate=1)`."""
+"""An estimator as text: `hutchinson`, or as Python writes it, `Hutchinson(probes=4)`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from neuromanifold.estimators import (
     Empirical,
     Estimator,
     Exact,
-    Full,
     Hutchinson,
     Lower,
     MonteCarlo,
@@ -22,15 +21,15 @@ from neuromanifold.run.fisher import Likelihood
 from neuromanifold.run.granularity import Granularity
 
 ESTIMATORS = (Hutchinson, Exact, MonteCarlo, Empirical, SquaredBatchGradient)
-_PARTS = (Full, Upper, Lower)
-_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, *_PARTS)}
+_ENVELOPES = (Upper, Lower)
+_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, *_ENVELOPES)}
 LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 def parse_estimator(text: str) -> Estimator:
     """Only names of estimators and plain values are understood; nothing is evaluated."""
     known = ", ".join(kind.__name__ for kind in ESTIMATORS)
-    expected = f"one of {known}, perhaps with settings such as Hutchinson(probes=4, deflate=1)"
+    expected = f"one of {known}, perhaps with settings such as Hutchinson(probes=4)"
     try:
         made = _build(ast.parse(text.replace("-", "") if text.replace("-", "").isalpha() else text, mode="eval").body)
     except (SyntaxError, KeyError) as error:

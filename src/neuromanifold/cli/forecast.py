@@ -18,7 +18,7 @@ def forecast(
     setup: Setup,
     estimator: Annotated[
         str, typer.Option("--estimator", "-e", metavar="NAME", help="As for estimate.", rich_help_panel="Estimate")
-    ] = "Hutchinson(deflate=1)",
+    ] = "Hutchinson()",
     granularity: Annotated[
         str, typer.Option("--granularity", help="As for estimate: auto, sample, batch.", rich_help_panel="Estimate")
     ] = "auto",

@@ -39,11 +39,11 @@ ROUNDS = 3
 SHORT = 1.0  # seconds: what takes more, and is not random, runs once
 
 ESTIMATORS: tuple[tuple[Estimator, Granularity], ...] = (
-    (Hutchinson(deflate=1), "auto"),
     (Hutchinson(), "auto"),
-    (Hutchinson(probes=2, deflate=1), "auto"),
-    (Hutchinson(probes=4, deflate=1), "auto"),
-    (Hutchinson(deflate=1), "batch"),
+    (Hutchinson(deflate=0), "auto"),
+    (Hutchinson(probes=2), "auto"),
+    (Hutchinson(probes=4), "auto"),
+    (Hutchinson(), "batch"),
     (MonteCarlo(), "auto"),
     (Exact(Upper()), "auto"),
     (Exact(Lower(1)), "auto"),
@@ -82,7 +82,7 @@ class Run:
     def check(self, items: list[Batch], asked: list[Trial] | None) -> Check:
         """All of it."""
         sizes, checks = self._look(items)
-        ways = self._estimate(items[:1], Hutchinson(deflate=1), "auto", self.seed).provenance.granularity
+        ways = self._estimate(items[:1], Hutchinson(), "auto", self.seed).provenance.granularity
         one_by_one = [name for name, way in ways.items() if way != "sample"]
         items, sizes, reference, note = self._affordable(items, sizes, bool(one_by_one))
         trials = self._applicable(sizes, bool(one_by_one)) if asked is None else asked
@@ -188,7 +188,7 @@ class Run:
                 note = f"{would}, and at most {PASSES} are made: only {few} samples of the first batch are used."
                 return part, [replace(first, samples=few)], exact, note
         together = max(size.positions for size in sizes) > 1
-        stand_in = Hutchinson(probes=PROBES, deflate=1, orthogonal=not together)
+        stand_in = Hutchinson(probes=PROBES, orthogonal=not together)
         note = (
             f"{would}, and at most {PASSES} are made: {short_name(stand_in)} stands in for it, with a seed of its own."
         )

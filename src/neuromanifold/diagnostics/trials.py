@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from statistics import fmean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -97,12 +97,15 @@ def timed(model: nn.Module, job: Callable[[], T]) -> tuple[T, float]:
 
 
 def short_name(estimator: Estimator) -> str:
-    """The code that makes it, without what is default anyway."""
+    """Return the code that makes an estimator, without the settings that it would have anyway."""
     if not hasattr(estimator, "__dataclass_fields__"):
         return repr(estimator)
-    usual = type(estimator)()
-    values = ((f.name, getattr(estimator, f.name)) for f in fields(estimator))  # type: ignore[arg-type]
-    return f"{type(estimator).__name__}({', '.join(f'{k}={v!r}' for k, v in values if v != getattr(usual, k))})"
+    kind: Any = type(estimator)
+    settings = {field.name: getattr(estimator, field.name) for field in fields(kind)}
+    for name in list(settings):
+        others = {key: value for key, value in settings.items() if key != name}
+        settings = others if kind(**others) == estimator else settings
+    return f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
 
 
 def _rounding(values: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Which part of the core's metric an estimator works with: all of it, or one of its envelopes (Lemma 2, Prop. 5)."""
+"""The two envelopes of the core's metric M, and a factor of M or of one of them (Lemma 2, Prop. 5)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,6 @@ class Mixer(NamedTuple):
 
     noise_dim: int  # how many random numbers it takes
     mix: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Full:
-    """The metric M itself."""
-
-    def size(self, core: Core) -> int:
-        """How many columns its factor needs."""
-        return core.rank
-
-    def columns(self, core: Core) -> Iterator[Tensor]:
-        """The columns of a factor of M, one after the other, computed in blocks."""
-        step = max(1, BLOCK // max(1, core.batch_shape.numel() * core.dim))
-        for start in range(0, core.rank, step):
-            yield from core.columns(start, min(start + step, core.rank)).unbind()
-
-    def mixer(self, core: Core) -> Mixer:
-        """ξ [..., C] to S ξ."""
-        return Mixer(core.dim, core.factor)
 
 
 @dataclass(frozen=True)
@@ -90,11 +71,31 @@ class Lower:
         return square_root(values)[..., None] * vectors  # [..., k, C]
 
 
-Part = Full | Upper | Lower
+Envelope = Upper | Lower
 
 
-def check_part(core: object) -> None:
-    """The `core` argument of an estimator."""
-    if not isinstance(core, Part):
-        advice = "Mind the parentheses." if isinstance(core, type) else ""
-        raise TypeError(message("core", "nm.Full(), nm.Upper() or nm.Lower(rank)", repr(core), advice))
+def factor_size(core: Core, envelope: Envelope | None) -> int:
+    """Return the number of columns that a factor of M (None) or of an envelope needs."""
+    return core.rank if envelope is None else envelope.size(core)
+
+
+def factor_columns(core: Core, envelope: Envelope | None) -> Iterator[Tensor]:
+    """Yield the columns [..., C] of a factor of M (None) or of an envelope; those of M are computed in blocks."""
+    if envelope is not None:
+        yield from envelope.columns(core)
+        return
+    step = max(1, BLOCK // max(1, core.batch_shape.numel() * core.dim))
+    for start in range(0, core.rank, step):
+        yield from core.columns(start, min(start + step, core.rank)).unbind()
+
+
+def factor_mixer(core: Core, envelope: Envelope | None) -> Mixer:
+    """Return the map from noise ξ to S ξ with S Sᵀ = M (None), or equal to an envelope."""
+    return Mixer(core.dim, core.factor) if envelope is None else envelope.mixer(core)
+
+
+def check_envelope(envelope: object) -> None:
+    """Raise unless this is None or an envelope: the `envelope` argument of estimators and operators."""
+    if envelope is not None and not isinstance(envelope, Envelope):
+        advice = "Mind the parentheses." if isinstance(envelope, type) else ""
+        raise TypeError(message("envelope", "None, nm.Upper() or nm.Lower(rank)", repr(envelope), advice))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +16,15 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
 from neuromanifold.core.ties import is_differentiated
 from neuromanifold.estimators.base import Estimator
-from neuromanifold.estimators.envelopes import Full, Lower, Mixer, Part, check_part
+from neuromanifold.estimators.envelopes import (
+    Envelope,
+    Lower,
+    Mixer,
+    check_envelope,
+    factor_columns,
+    factor_mixer,
+    factor_size,
+)
 from neuromanifold.estimators.orthogonal import (
     as_signs,
     orthonormal_noise,
@@ -40,8 +48,9 @@ class Hutchinson(Estimator):
     cores): 2F² with Gaussian noise, 2F² - 2 Σ a⁴ with Rademacher noise, a the columns' derivatives.  So the coefficient
     of variation is at most √2 for a batch, √(2/J) for J even batches.
 
-    * `core`: Full() is the paper's 𝔽, Upper() its 𝔽^DG, Lower(k) its 𝔽^LR(k); the last two are unbiased for their
-      envelope, hence biased for F.
+    * `Hutchinson()` is deflated by the leading eigenpair; `Hutchinson(deflate=0)` is the paper's 𝔽.
+    * `envelope`: Upper() is the paper's 𝔽^DG, Lower(k) its 𝔽^LR(k); both are unbiased for their envelope, hence biased
+      for F.  `deflate` is 0 then.
     * `deflate=k` adds nothing to the cost and keeps 𝔽 unbiased: u = V√Λ ξ₁ + (I - VVᵀ) S ξ₂ with the k leading
       eigenpairs, which has the small variance of 𝔽^LR(k) on confident models.  At C = 2, k = 1 only a sign is random.
     * `orthogonal`: two or more probes of a distribution are made orthogonal to each other, which makes `probes` one
@@ -63,34 +72,36 @@ class Hutchinson(Estimator):
     """
 
     probes: int = 1
+    deflate: int | None = None  # once made, always a number
     noise: Noise = "rademacher"
-    core: Part = field(default_factory=Full)
-    deflate: int = 0
+    envelope: Envelope | None = None
     orthogonal: bool = True
 
     centred: ClassVar[bool] = True
     noise_factor: ClassVar[float] = 2 / 3  # E[g⁴] = 3F² - 2κ and Var(g²) = 2F² - 2κ <= (2/3) E[g⁴], κ >= 0
 
     def __post_init__(self) -> None:
-        check_part(self.core)
+        check_envelope(self.envelope)
+        if self.deflate is None:
+            object.__setattr__(self, "deflate", 1 if self.envelope is None else 0)
         integer_in_range(self.probes, "probes", 1, 10**9, "one backward pass each")
         integer_in_range(self.deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
         if self.noise not in ("rademacher", "gaussian"):
             raise ValueError(message("noise", "'rademacher' or 'gaussian'", repr(self.noise)))
-        if self.deflate and not isinstance(self.core, Full):
+        if self.deflate and self.envelope is not None:
             advice = "An envelope has no remainder to deflate; leave out one of the two."
-            raise ValueError(message("deflate", "0 unless core=Full()", f"{self.deflate} with {self.core}", advice))
+            raise ValueError(message("deflate", "0 for an envelope", f"{self.deflate} with {self.envelope}", advice))
         if not isinstance(self.orthogonal, bool):
             raise TypeError(message("orthogonal", "True or False", repr(self.orthogonal)))
 
     @property
     def target(self) -> str:  # type: ignore[override]
         """Unbiased for F, or for the envelope that was asked for."""
-        return "unbiased" if isinstance(self.core, Full) else f"unbiased for the envelope {self.core}, biased for F"
+        return "unbiased" if self.envelope is None else f"unbiased for the envelope {self.envelope}, biased for F"
 
     def passes(self, core: Core) -> int:
         """One for each probe; orthogonal ones are exact once there are as many as the factor has columns."""
-        return min(self.probes, self.core.size(core)) if self._together else self.probes
+        return min(self.probes, factor_size(core, self.envelope)) if self._together else self.probes
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
@@ -108,7 +119,7 @@ class Hutchinson(Estimator):
             return
         if isinstance(core, Categorical):
             core.search()
-        noise_dim, mix = self._deflated(core) if self.deflate else self.core.mixer(core)
+        noise_dim, mix = self._deflated(core) if self.deflate else factor_mixer(core, self.envelope)
         for _ in range(self.probes):
             cotangent = mix(self._noise(core, noise_dim, generator))
             yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
@@ -122,8 +133,8 @@ class Hutchinson(Estimator):
         """On a GPU, for classes: independent probes with random signs, with one eigenvector deflated, or of a few."""
         if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
             return False  # something else that somebody wrote
-        few = self.core.size(core) <= kernels.LARGEST_RANK and core.dim <= kernels.LARGEST_ROW
-        part = self.deflate <= 1 if isinstance(self.core, Full) else isinstance(self.core, Lower) and few
+        few = factor_size(core, self.envelope) <= kernels.LARGEST_RANK and core.dim <= kernels.LARGEST_ROW
+        part = self._eigenpairs <= 1 if self.envelope is None else isinstance(self.envelope, Lower) and few
         signs = self.noise == "rademacher" and part and not self._together
         return signs and kernels.usable(core.given) and not is_differentiated(core.given)
 
@@ -135,10 +146,10 @@ class Hutchinson(Estimator):
         assert isinstance(core, Categorical)
         z, scale = core.given, 1 / math.sqrt(self.probes)
         for _ in range(self.probes):
-            if isinstance(self.core, Lower):
-                yield lower_probe(z, self.core.rank, scale, generator, counts)
+            if isinstance(self.envelope, Lower):
+                yield lower_probe(z, self.envelope.rank, scale, generator, counts)
             else:
-                yield probe(z, self.deflate > 0, scale, generator, counts)
+                yield probe(z, self._eigenpairs > 0, scale, generator, counts)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.
@@ -163,10 +174,10 @@ class Hutchinson(Estimator):
             return [self.noise_factor] * passes
         if not self._together:
             return [0.0 if self._only_a_sign(core) else self.noise_factor] * passes
-        if self.probes >= self.core.size(core):
+        if self.probes >= factor_size(core, self.envelope):
             return [0.0] * passes
-        own = own_passes(core, self.deflate, passes)
-        m, d = passes - own, self.core.size(core) - own
+        own = own_passes(core, self._eigenpairs, passes)
+        m, d = passes - own, factor_size(core, self.envelope) - own
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
         return [0.0] * own + [self.noise_factor * left] * m
 
@@ -180,34 +191,39 @@ class Hutchinson(Estimator):
         return replace(self, orthogonal=False)
 
     @property
+    def _eigenpairs(self) -> int:
+        """`deflate` as the number that it is once the estimator is made."""
+        return self.deflate or 0
+
+    @property
     def _together(self) -> bool:
         """Whether the probes of a distribution depend on each other."""
         return self.orthogonal and self.probes > 1
 
     def _only_a_sign(self, core: Core) -> bool:
         """Whether one independent probe is ± a fixed vector.  (Several eigenvectors in one pass have cross terms.)"""
-        one_column = self.deflate > 0 or core.dim == 1 or not isinstance(self.core, Full)
-        return self.noise == "rademacher" and self.core.size(core) == 1 and one_column
+        one_column = self._eigenpairs > 0 or core.dim == 1 or self.envelope is not None
+        return self.noise == "rademacher" and factor_size(core, self.envelope) == 1 and one_column
 
     def _orthogonal(self, core: Core, generator: torch.Generator) -> Iterator[Tensor]:
         """The columns, or some eigenvectors √λ_i v_i and then √(d/m) S B h_j; each still without its random sign."""
-        if self.probes >= self.core.size(core):
-            yield from self.core.columns(core)
+        if self.probes >= factor_size(core, self.envelope):
+            yield from factor_columns(core, self.envelope)
             return
         m = self.probes
-        if isinstance(self.core, Full):
-            scaled = own_columns(core, self.deflate, self.probes)  # [..., k, C]
+        if self.envelope is None:
+            scaled = own_columns(core, self._eigenpairs, self.probes)  # [..., k, C]
             yield from scaled.unbind(-2)
             noise_dim, mix = remainder(core, scaled)
             m -= scaled.shape[-2]
         else:
-            noise_dim, mix = self.core.mixer(core)
+            noise_dim, mix = factor_mixer(core, self.envelope)
         for h in orthonormal_noise(core, noise_dim, m, self.noise, generator):
             yield mix(h) * math.sqrt(noise_dim / m)
 
     def _deflated(self, core: Core) -> Mixer:
         """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
-        values, vectors = core.spectrum(min(self.deflate, core.rank))  # [..., k], [..., k, C]
+        values, vectors = core.spectrum(min(self._eigenpairs, core.rank))  # [..., k], [..., k, C]
         roots, k = square_root(values), values.shape[-1]
 
         def mix(xi: Tensor) -> Tensor:

@@ -40,12 +40,12 @@ from neuromanifold.run.granularity import Granularity
 ESTIMATORS: dict[str, Estimator] = {
     "Empirical()": Empirical(),
     "SquaredBatchGradient()": SquaredBatchGradient(),
+    "Hutchinson(deflate=0)": Hutchinson(deflate=0),
+    "Hutchinson(envelope=Upper())": Hutchinson(envelope=Upper()),
+    "Hutchinson(envelope=Lower(1))": Hutchinson(envelope=Lower(1)),
+    "Hutchinson(envelope=Lower(2))": Hutchinson(envelope=Lower(2)),
     "Hutchinson()": Hutchinson(),
-    "Hutchinson(core=Upper())": Hutchinson(core=Upper()),
-    "Hutchinson(core=Lower(1))": Hutchinson(core=Lower(1)),
-    "Hutchinson(core=Lower(2))": Hutchinson(core=Lower(2)),
-    "Hutchinson(deflate=1)": Hutchinson(deflate=1),
-    "Hutchinson(probes=4, deflate=1)": Hutchinson(probes=4, deflate=1),
+    "Hutchinson(probes=4)": Hutchinson(probes=4),
     "MonteCarlo()": MonteCarlo(),
 }
 

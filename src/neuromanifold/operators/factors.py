@@ -47,7 +47,7 @@ def fisher_factors(
     Args:
         model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
         data: an iterable of batches.
-        estimator: whose gradients; `nm.Hutchinson(deflate=1)` unless given.
+        estimator: whose gradients; `nm.Hutchinson()` unless given.
         per: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps one for
             each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
         likelihood: what the outputs mean.
@@ -63,7 +63,7 @@ def fisher_factors(
         ignore_index: positions with this label do not count, nor samples without any other.
 
     """
-    estimator = Hutchinson(deflate=1) if estimator is None else estimator
+    estimator = Hutchinson() if estimator is None else estimator
     if per not in ("batch", "sample"):
         raise ValueError(message("per", "'batch' or 'sample'", repr(per)))
     chosen = select_parameters(model, parameters)

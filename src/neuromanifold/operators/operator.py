@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.estimators import Exact, Full, Lower, Upper
-from neuromanifold.estimators.envelopes import Part
+from neuromanifold.estimators import Exact, Lower, Upper
+from neuromanifold.estimators.envelopes import Envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import Layout
 from neuromanifold.operators.metric import Metric
@@ -39,7 +39,7 @@ Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
 def fisher_operator(
     model: nn.Module,
     data: Iterable[object],
-    core: Part | None = None,
+    envelope: Envelope | None = None,
     likelihood: Likelihood = Categorical,
     parameters: Selection = None,
     reduction: str = "mean",
@@ -54,7 +54,7 @@ def fisher_operator(
         model: any module whose output is, holds or begins with logits.  Nothing of it is changed.  It is looked at
             anew with each product, so train it between products and F is that of the new parameters.
         data: an iterable of batches that can be gone through again and again: a list or a DataLoader.
-        core: which metric of the outputs: `nm.Full()` (default), or one of its envelopes, `nm.Upper()`, `nm.Lower(k)`.
+        envelope: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
         parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
         reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
@@ -64,14 +64,14 @@ def fisher_operator(
         ignore_index: positions with this label do not count, nor samples without any other.
 
     """
-    estimator = Exact(Full() if core is None else core)
+    estimator = Exact(envelope)
     if not callable(likelihood):
         expected = "nm.Categorical, nm.Bernoulli, nm.Gaussian, or a function from outputs to one of them"
         raise TypeError(message("likelihood", expected, repr(likelihood)))
     chosen = select_parameters(model, parameters)
     batch_dim = integer_in_range(batch_dim, "batch_dim", 0, 63, "a dimension of the logits, counted from the front")
     settings = Settings(estimator, likelihood, "auto", 0, class_dim, batch_dim, ignore_index, progress)
-    return metric_operator(model, data, chosen, settings, part_product(estimator.core), check_reduction(reduction))
+    return metric_operator(model, data, chosen, settings, envelope_product(envelope), check_reduction(reduction))
 
 
 def metric_operator(
@@ -94,12 +94,12 @@ def metric_operator(
     return FisherOperator(model, data, parameters, settings, middle, reduction)
 
 
-def part_product(part: Part) -> Middle:
-    """M v, or that of an envelope."""
-    if isinstance(part, Upper):
+def envelope_product(envelope: Envelope | None) -> Middle:
+    """Return the product of M, or of an envelope, with a vector of the outputs."""
+    if isinstance(envelope, Upper):
         return lambda core, _, v: core.upper_envelope() * v
-    if isinstance(part, Lower):
-        return lambda core, _, v: _low_rank(core, min(part.rank, core.rank), v)
+    if isinstance(envelope, Lower):
+        return lambda core, _, v: _low_rank(core, min(envelope.rank, core.rank), v)
     return lambda core, _, v: core.matvec(v)
 
 

@@ -23,7 +23,7 @@ Group = Literal["rest", "embeddings", "all"]
 FLOOR, CEILING = 1e-4, 10.0  # what is beyond is drawn there: below is only rounding, above stands the number
 _NUDGE = 0.87  # batches stand a little to the left of samples, so that points of equal cost can be told apart
 _COLOURS = {"Hutchinson": "C0", "MonteCarlo": "C1", "Empirical": "C2", "SquaredBatchGradient": "C3"}
-_MARKERS = {"core=Upper()": "^", "core=Lower(rank=1)": "v", "core=Lower(rank=2)": "<", "deflate=1": "D"}
+_MARKERS = {"envelope=Upper()": "^", "envelope=Lower(rank=1)": "v", "envelope=Lower(rank=2)": "<", "Hutchinson()": "D"}
 _LABELS = {"passes": "backward passes for a batch", "time": "time over forward + backward"}
 
 
@@ -57,7 +57,7 @@ class ErrorCost:
     @property
     def by_batches(self) -> Point:
         """The paper's 𝔽, squared by batches."""
-        return next(one for one in self.points if one.name == "Hutchinson()" and not one.by_samples)
+        return next(one for one in self.points if one.name == "Hutchinson(deflate=0)" and not one.by_samples)
 
 
 def error_cost(path: str | Path, cost: Cost = "passes", group: Group = "rest") -> ErrorCost:
@@ -119,9 +119,13 @@ def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> No
     curve = network.curve
     x, y = [one.cost for one in curve], [one.height for one in curve]
     style: dict[str, Any] = {"color": "C0", "marker": "D", "markersize": 5}
-    axes.plot(x, y, label="Hutchinson(deflate=1, probes=1 ... C-1) by samples", **style)
+    axes.plot(x, y, label="Hutchinson(probes=1 ... C-1) by samples", **style)
     axes.axhline(
-        network.by_batches.error, color="0.6", linestyle=":", zorder=1, label="level of Hutchinson() by batches"
+        network.by_batches.error,
+        color="0.6",
+        linestyle=":",
+        zorder=1,
+        label="level of Hutchinson(deflate=0) by batches",
     )
     for one in network.points:
         left = one.cost if one.by_samples else _NUDGE * one.cost

@@ -58,7 +58,7 @@ def fisher_diagonal(
         model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under "labels".  A label
             belongs to the logits at its own position: labels of causal language models have to be shifted first.
-        estimator: how; the default `nm.Hutchinson(deflate=1)` is unbiased in one backward pass for each batch.
+        estimator: how; the default `nm.Hutchinson()` is unbiased in one backward pass for each batch.
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
         parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
         reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
@@ -81,7 +81,7 @@ def fisher_diagonal(
             or "return" the result so far, whose `provenance.stopped` says so.
 
     """
-    estimator = Hutchinson(deflate=1) if estimator is None else estimator
+    estimator = Hutchinson() if estimator is None else estimator
     chosen = select_parameters(model, parameters)
     bar, observer = (progress, None) if isinstance(progress, bool) else (False, progress)
     settings = make_settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, bar)
@@ -124,7 +124,7 @@ def fisher_trace(
 
     Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
     """
-    estimator = Hutchinson(deflate=1) if estimator is None else estimator
+    estimator = Hutchinson() if estimator is None else estimator
     chosen = select_parameters(model, parameters)
     settings = make_settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
     settings = dataclasses.replace(settings, shard=_shard(shard))

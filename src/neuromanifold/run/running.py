@@ -47,7 +47,7 @@ class RunningFisher:
     ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ValueError(message("decay", "a number in [0, 1)", repr(decay)))
-        self.estimator = Hutchinson(deflate=1) if estimator is None else estimator
+        self.estimator = Hutchinson() if estimator is None else estimator
         choose_granularity(self.estimator, "batch")  # refuses what cannot be squared by batches
         self.estimator = self.estimator.for_batches()
         self.decay, self.likelihood = float(decay), likelihood
