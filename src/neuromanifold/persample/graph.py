@@ -56,6 +56,7 @@ class Layout:
     dim: int = 0
     rows: int = 1
     major: Literal["samples", "positions"] = "samples"
+    shared: bool = False  # the tensor has none: `dim` is that of what it is broadcast to
 
     def samples_first(self, values: Tensor, samples: int) -> Tensor:
         """Return the tensor as [n, ...], or as [n, t, ...] where samples have several rows."""
@@ -95,13 +96,18 @@ class BroadcastSite:
         return GradientEdge(self.node, 0)
 
     @property
+    def result(self) -> torch.Size:
+        """The shape of what the tensor is broadcast to."""
+        return shape_of(self.node)
+
+    @property
     def is_product(self) -> bool:
         """Whether it is a product of matrices, in which samples and positions may share a dimension."""
         return self.node.name() in _PRODUCTS
 
     def layouts(self, samples: int) -> list[Layout]:
         """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
-        result, arriving = shape_of(self.node), self._arriving
+        result, arriving = self.result, self._arriving
         if not len(result) or not samples:
             return []
         if self.is_product:

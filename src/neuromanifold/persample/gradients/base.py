@@ -100,6 +100,13 @@ class Form(ABC):
         norms = [self.gradients(*piece, dtype).flatten(1).square().sum(1) for piece in self.pieces()]
         return torch.cat(norms) if norms else torch.zeros(0, dtype=dtype, device=self.device)
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n for weights c [n], in their precision."""
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        for start, stop in self.pieces():
+            total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
+        return total
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Ranges of samples whose gradients together make about one tile."""
         step = max(1, tile_size(self.device) // max(1, self.shape.numel()))

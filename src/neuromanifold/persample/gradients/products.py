@@ -43,6 +43,12 @@ class Product(Form):
         left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
         return (left.mT @ right).view(stop - start, *self.shape)
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n by one product over all samples and positions."""
+        left = self.left.to(weights.dtype) * weights.view(-1, *[1] * (self.left.ndim - 1))
+        left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, self.right.to(weights.dtype)))  # [G, n·t, o]
+        return (left.mT @ right).view(self.shape)
+
     def magnitude(self) -> Tensor:
         """As if positions added up at random."""
         size: Tensor = root_mean_square(self.left) * root_mean_square(self.right) * self.left.shape[-2] ** 0.5

@@ -35,6 +35,12 @@ class Rows(Form):
         ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
         return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n, added into the rows that are looked up."""
+        values = self.values.to(weights.dtype) * weights[:, None, None]
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        return total.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
+
     def magnitude(self) -> Tensor:
         """The root mean square of what is put in."""
         return root_mean_square(self.values)

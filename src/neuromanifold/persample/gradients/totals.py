@@ -35,6 +35,11 @@ class Sum(Form):
             total += part.gradients(start, stop, dtype).view_as(total)
         return total
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n of all parts."""
+        first, *others = (part.weighted_sum(weights) for part in self.parts)
+        return sum((other.view_as(first) for other in others), first)
+
     def magnitude(self) -> Tensor:
         """Of the largest."""
         return torch.stack([part.magnitude() for part in self.parts]).amax()

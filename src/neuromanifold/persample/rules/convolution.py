@@ -46,6 +46,12 @@ class Convolution(Form):
         """Where they are."""
         return self.x.device
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n as the gradient of a single sample that has all rows."""
+        g = self.g.to(weights.dtype) * weights.view(-1, *[1] * (self.g.ndim - 1))
+        x, g = (t.flatten(0, 1)[None] for t in (self.x, g))
+        return replace(self, x=x, g=g).gradients(0, 1, weights.dtype)[0]
+
     def magnitude(self) -> Tensor:
         """As if positions added up at random."""
         positions = (self.x if self.transposed else self.g)[0:1, :, 0].numel()

@@ -51,6 +51,10 @@ class Mapped(Form):
             self.parts, self.key, self.inner.gradients(start, stop, dtype).view(stop - start, *self.inner.shape)
         )
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return (∂f/∂θ)ᵀ Σ_n c_n g_n: the map is linear."""
+        return _back(self.parts, self.key, self.inner.weighted_sum(weights)[None])[0]
+
     def magnitude(self) -> Tensor:
         """That of the first sample: the map may make them larger or smaller."""
         return root_mean_square(self.gradients(0, min(1, self.samples), torch.float32))

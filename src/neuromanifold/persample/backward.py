@@ -1,0 +1,201 @@
+"""One backward pass that gives per-sample gradients: executes a plan, decides nothing.
+
+autograd ─► gradients at captured calls and at broadcast sites ─► forms (rules) ─► accumulator
+         ─► gradients of the remaining parameters, summed over the batch
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.gradients import Form, add
+from neuromanifold.persample.graph import Layout
+from neuromanifold.persample.hooks import Capture, Hooks
+from neuromanifold.persample.plan import Plan, Use, Uses
+
+
+class Observer(Protocol):
+    """Looks on during a backward pass that verifies a plan."""
+
+    def captured(self, use: Use, g: Tensor) -> None:
+        """Take the gradient captured at a use, before its rule runs."""
+
+    def refused(self, use: Use) -> None:
+        """Take note that the rule of a use does not apply."""
+
+
+# How many numbers the gradients of all captured outputs may have together, for several cotangents in one pass.
+_AT_ONCE = {True: 2**22, False: 2**27}  # on a CPU; on a GPU
+
+
+class TakesForms(Protocol):
+    """What per-sample gradients are handed to."""
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take the per-sample gradients of parameter number i; autograd is not recording."""
+
+
+class PerSampleBackward:
+    """Backward passes through one forward pass whose calls were captured."""
+
+    def __init__(self, hooks: Hooks, parameters: list[nn.Parameter], uses: Uses, plan: Plan) -> None:
+        self._hooks, self._parameters, self.uses, self.plan = hooks, parameters, uses, plan
+        self._edges = uses.edges(plan)
+        self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
+
+    def __call__(
+        self,
+        logits: Tensor,
+        cotangent: Tensor,
+        to: TakesForms,
+        made_by: Pass,
+        *,
+        keep_graph: bool,
+        observer: Observer | None = None,
+    ) -> list[Tensor | None]:
+        """Hand per-sample gradients to an accumulator; return those of the whole batch for the remaining parameters."""
+
+        def consume(capture: Capture, g: Tensor) -> None:
+            use = self.uses.by_capture.get(capture)
+            if use is None:
+                return
+            layout = self.plan.layouts[use.key]
+            if not layout.shared:  # else g is the sum over the samples; its parts are taken where it is broadcast
+                self._take(use, g, layout, to, made_by, observer)
+                if not keep_graph:
+                    capture.x = _NOTHING  # as autograd lets go of what it has used
+
+        remaining = self.uses.remaining
+        targets: list[Any] = [
+            self._hooks.root, *(edge for _, _, edge in self._edges), *(self._parameters[i] for i in remaining)
+        ]
+        self._waiting = {}
+        with self._hooks.consumed_by(consume):
+            _, *found = torch.autograd.grad(
+                logits, targets, cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
+            )
+        self._finish(found[: len(self._edges)], to, made_by, observer)
+        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        for i, g in zip(remaining, found[len(self._edges) :], strict=True):
+            gradients[i] = dense(g)
+        return gradients
+
+    def how_many_at_once(self, logits: Tensor, count: int) -> int:
+        """Return how many of `count` cotangents to send back in one pass: one, unless all uses are captured calls."""
+        if count < 2 or self._edges or self.uses.remaining:
+            return 1
+        size = sum(capture.shape.numel() for capture in self.uses.by_capture) + logits.numel()
+        return max(1, min(count, _AT_ONCE[logits.device.type == "cpu"] // max(1, size)))
+
+    def together(self, logits: Tensor, cotangents: Tensor, to: TakesForms, made_by: list[Pass]) -> bool:
+        """Send cotangents [k, *logits] back in one pass; False if an operation of the model cannot be vectorised."""
+        captures = list(self.uses.by_capture)
+        nodes = [torch.autograd.graph.GradientEdge(capture.node, 0) for capture in captures]
+        found = vectorized_gradients(logits, nodes, cotangents)
+        self._hooks.restore()  # activation checkpoints call modules again
+        if found is None:
+            return False
+        for k, one in enumerate(made_by):
+            self._waiting = {}
+            with torch.no_grad():
+                for capture, g in zip(captures, found, strict=True):
+                    if g is not None:
+                        use = self.uses.by_capture[capture]
+                        self._take(use, g[k], self.plan.layouts[use.key], to, one, None)
+            self._finish([], to, one, None)
+        return True
+
+    def remaining_gradients(self, logits: Tensor, cotangent: Tensor, numbers: list[int]) -> list[Tensor | None]:
+        """Return autograd's gradients of some of the parameters; the graph is kept."""
+        targets = [self._parameters[i] for i in numbers]
+        found = torch.autograd.grad(logits, targets, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True)
+        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        for i, g in zip(numbers, found, strict=True):
+            gradients[i] = dense(g)
+        return gradients
+
+    def is_finite(self, logits: Tensor, cotangent: Tensor) -> bool:
+        """Return whether a cotangent goes through the network without overflow; the graph is kept."""
+        sums: list[Tensor] = []
+        targets = [self._hooks.root, *(edge for _, _, edge in self._edges)]
+        targets += [self._parameters[i] for i in self.uses.remaining]
+        with self._hooks.consumed_by(lambda _, g: sums.append(g.float().sum())):
+            _, *found = torch.autograd.grad(
+                logits, targets, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
+            )
+        sums.extend(dense(g).float().sum() for g in found if g is not None)
+        return all(bool(torch.isfinite(value)) for value in sums)
+
+    def _take(
+        self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: Observer | None
+    ) -> None:
+        """Hand on the gradients of a use; those of a parameter that is used several times once all are there."""
+        forms = self._forms(use, g, layout, observer)
+        for i, form in forms.items():
+            uses = self.uses.counts[i]
+            if uses == 1:
+                to.add_samples(i, form, made_by)
+                continue
+            waiting = self._waiting.setdefault(i, [])
+            waiting.append(form)
+            if len(waiting) == uses:
+                to.add_samples(i, add(self._waiting.pop(i)), made_by)
+
+    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: Observer | None) -> dict[int, Form]:
+        """The gradients of a use; none where an observer is told that its rule refuses."""
+        if observer is None:
+            return use.forms(g, self.uses.samples, layout)
+        observer.captured(use, g)
+        try:
+            return use.forms(g, self.uses.samples, layout, first_time=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # whatever a rule says to inputs that it was not written for
+            observer.refused(use)
+            return {}
+
+    @torch.no_grad()
+    def _finish(self, at_edges: list[Tensor | None], to: TakesForms, made_by: Pass, observer: Observer | None) -> None:
+        """Take the gradients at broadcast sites, and what waits for uses that no gradient has reached."""
+        shared: dict[Use, Tensor] = {}
+        for (use, site, _), g in zip(self._edges, at_edges, strict=False):
+            if g is None:
+                continue
+            layout = self.plan.layouts[use.key]
+            if use.capture is None:
+                self._take(use, g, layout, to, made_by, observer)
+            else:
+                one = site.gradients(g, layout)
+                shared[use] = shared[use] + one if use in shared else one
+        for use, g in shared.items():
+            self._take(use, g, self.plan.layouts[use.key], to, made_by, observer)
+        waiting, self._waiting = self._waiting, {}
+        for i, forms in waiting.items():
+            to.add_samples(i, add(forms), made_by)
+
+
+_NOTHING = torch.empty(0)
+
+
+def vectorized_gradients(logits: Tensor, targets: list[Any], cotangents: Tensor) -> list[Tensor | None] | None:
+    """Return the gradients [k, ...] of k cotangents, in one vectorised pass; None if an operation does not allow that.
+
+    One by one it either works or says why not.  The graph is kept.
+    """
+    try:
+        return list(
+            torch.autograd.grad(
+                logits, targets, cotangents.to(logits.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+        )
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def dense(g: Tensor | None) -> Any:
+    """Return a sparse gradient as a dense one, and any other as it is."""
+    return g.to_dense() if g is not None and g.layout != torch.strided else g

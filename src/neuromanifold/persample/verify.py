@@ -1,0 +1,219 @@
+"""Verify per-sample gradients against ordinary autograd, and choose the layouts that pass.
+
+For cotangents u_n of the samples and weights c_n, ordinary autograd (no hooks, one backward pass) must give
+
+    Jᵀ(c∘u) = Σ_n c_n g_n,        g_n the per-sample gradients that the plan gives for u,
+
+to the precision of the arithmetic.  This sees wrong rules, wrong layouts, stale or detached weights, derivatives inside
+of a forward pass, overwritten gradients and samples that influence each other alike.  The weights are small powers of
+two with a sign, different for neighbours: powers of two are exact, so that what is only rounding stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.backward import PerSampleBackward, dense
+from neuromanifold.persample.gradients import Dense, Form, root_mean_square
+from neuromanifold.persample.hooks import Hooks
+from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
+_ROUNDING = 16.0  # times the precision and the size of what is added up
+_WEIGHTS = (1.0, -2.0, 0.5, -1.0, 2.0, 0.0, -0.5)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What ordinary autograd says about one batch: Jᵀ(c∘u), and the logits."""
+
+    logits: Tensor
+    gradients: dict[int, Tensor]  # by number of the parameter; those that the logits do not depend on are left out
+
+    @classmethod
+    def of(cls, logits: Tensor, parameters: list[nn.Parameter]) -> Reference:
+        """Differentiate logits of a forward pass without hooks; the graph is freed."""
+        weights = _sample_weights(logits)
+        cotangent = weights.view(-1, *[1] * (logits.ndim - 1)) * _cotangent(logits)
+        found = torch.autograd.grad(logits, parameters, cotangent.to(logits.dtype), allow_unused=True)
+        gradients = {i: dense(g).detach() for i, g in enumerate(found) if g is not None}
+        return cls(logits.detach(), gradients)
+
+
+def make_plan(
+    uses: Uses, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter], excluded: frozenset[int]
+) -> Plan:
+    """Return a plan whose per-sample gradients are verified; what does not pass is among its excluded parameters.
+
+    If there are more of them than before, forward has to be repeated without them.
+    """
+    covered = frozenset(uses.counts) | uses.unsupported
+    if not _same_logits(logits.detach(), reference.logits):
+        return Plan({}, excluded | covered)  # hooks change what the model computes, or it never computes it twice
+    if uses.unsupported:
+        return Plan({}, excluded | uses.unsupported)
+    candidates, sure = preferred(uses)
+    pending = combinations(uses, candidates)
+    layouts = {key: layout for group in pending.values() for key, layout in next(group).items()}
+    best: dict[frozenset[int], tuple[frozenset[int], Mapping[Key, object]]] = {}
+    wrong: set[int] = set()
+    while True:
+        plan = Plan(dict(layouts), excluded)
+        check = Verification(uses, plan, logits, reference, hooks, parameters)
+        for group in list(pending):
+            failed = check.failed & group
+            own = {key: layouts[key] for key in layouts if _parameters_of(uses, key) & group}
+            if group not in best or len(failed) < len(best[group][0]):
+                best[group] = (failed, own)
+            following = next(pending[group], None) if failed else None
+            if following is not None:
+                layouts |= following
+                continue
+            wrong |= best[group][0]
+            layouts |= best[group][1]  # type: ignore[arg-type]
+            del pending[group]
+        if not pending:
+            break
+    followed = uses.samples == 1 or all(sure.get(key) == layout for key, layout in layouts.items())
+    return Plan(dict(layouts), excluded | wrong, followed, check.zero)
+
+
+class Verification:
+    """One backward pass of a plan, held against autograd."""
+
+    def __init__(
+        self, uses: Uses, plan: Plan, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter]
+    ) -> None:
+        seen = _Observations()
+        sums = _WeightedSums(_sample_weights(logits), parameters)
+        backward = PerSampleBackward(hooks, parameters, uses, plan)
+        backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
+        sums.flush()
+        self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
+        """Uses at which nothing but zeros was captured: nothing is known about them."""
+        refused = seen.refusing | sums.misshapen
+        wrong = (i for i in uses.counts if not seen.agree(i, sums.totals.get(i), reference.gradients.get(i)))
+        self.failed = frozenset(refused) | frozenset(wrong)
+        """Parameters whose per-sample gradients are not autograd's."""
+
+
+class _Observations:
+    """What is captured: how large gradients are, in which precision, and which rules refuse."""
+
+    def __init__(self) -> None:
+        self.nonzero: set[Key] = set()
+        self.refusing: set[int] = set()
+        self._sizes: dict[int, float] = {}
+        self._precisions: dict[int, float] = {}  # of the arithmetic: float32 products may be TF32
+        self._tolerances: dict[int, float] = {}
+
+    @torch.no_grad()
+    def captured(self, use: Use, g: Tensor) -> None:
+        """Note size and precision of the gradient at a use."""
+        size = float(torch.linalg.vector_norm(g if g.dtype.itemsize >= 4 else g.float()))
+        if size != 0:
+            self.nonzero.add(use.key)
+        x = use.sites[0].partner if use.capture is None else use.capture.x
+        if x is not None and x.is_floating_point():
+            size *= max(1.0, float(root_mean_square(x.detach())))
+        for i in use.parameters.values():
+            self._sizes[i] = self._sizes.get(i, 0.0) + size
+            self._lower_precision(i, g)
+
+    def refused(self, use: Use) -> None:
+        """Note the parameters of a use whose rule does not apply."""
+        self.refusing |= set(use.parameters.values())
+
+    def agree(self, i: int, total: Tensor | None, expected: Tensor | None) -> bool:
+        """Return whether Σ c_n g_n is autograd's gradient, but for rounding; None stands for zero."""
+        if total is None or expected is None:
+            total = torch.zeros_like(expected) if total is None and expected is not None else total
+            expected = torch.zeros_like(total) if expected is None and total is not None else expected
+        if total is None or expected is None:
+            return True
+        self._lower_precision(i, expected)
+        expected = expected.to(total)
+        if bool(expected.isnan().any()):
+            return bool(total.isnan().any())  # the result will show it
+        difference, *sizes = (float(torch.linalg.vector_norm(t)) for t in (total - expected, total, expected))
+        rounding = _ROUNDING * self._precisions[i] * self._sizes.get(i, 0.0)
+        return difference <= self._tolerances[i] * max(sizes) + rounding
+
+    def _lower_precision(self, i: int, values: Tensor) -> None:
+        tolerance, precision = _TOLERANCE[values.dtype], torch.finfo(values.dtype).eps
+        rounds = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        if values.is_cuda and values.dtype == torch.float32 and rounds:
+            tolerance, precision = _TF32
+        self._tolerances[i] = max(tolerance, self._tolerances.get(i, 0.0))
+        self._precisions[i] = max(precision, self._precisions.get(i, 0.0))
+
+
+class _WeightedSums:
+    """Σ_n c_n g_n of each parameter.  Small ones wait until the end of the pass, as in `accumulate`."""
+
+    def __init__(self, weights: Tensor, parameters: list[nn.Parameter]) -> None:
+        self._weights, self._parameters = weights, parameters
+        self._waiting: list[tuple[int, Form]] = []
+        self.totals: dict[int, Tensor] = {}
+        self.misshapen: set[int] = set()
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take the per-sample gradients of one parameter."""
+        del made_by
+        if isinstance(form, Dense):
+            self._waiting.append((i, form))
+        else:
+            self._add(i, form)
+
+    def flush(self) -> None:
+        """Add what has waited."""
+        for i, form in self._waiting:
+            self._add(i, form)
+        self._waiting = []
+
+    @torch.no_grad()
+    def _add(self, i: int, form: Form) -> None:
+        shape = self._parameters[i].shape
+        try:
+            if form.samples != len(self._weights) or form.shape.numel() != shape.numel():
+                raise ValueError("Not the gradients of these samples.")
+            total = form.weighted_sum(self._weights).reshape(shape)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # factors that do not fit together
+            self.misshapen.add(i)
+            return
+        self.totals[i] = self.totals[i] + total if i in self.totals else total
+
+
+def _sample_weights(logits: Tensor) -> Tensor:
+    """Weights for the samples, all different for few of them; the same for logits of the same shape."""
+    samples, dtype = len(logits), torch.float64 if logits.dtype == torch.float64 else torch.float32
+    repeated = torch.tensor(_WEIGHTS, dtype=dtype).repeat(-(-samples // len(_WEIGHTS)))[:samples]
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples))
+    return repeated[order].to(logits.device)
+
+
+def _cotangent(logits: Tensor) -> Tensor:
+    """Noise of the logits' shape; the same for logits of the same shape, on the same device."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    generator = torch.Generator(logits.device).manual_seed(len(logits))
+    return torch.randn(logits.shape, generator=generator, device=logits.device, dtype=dtype)
+
+
+def _same_logits(found: Tensor, expected: Tensor) -> bool:
+    """Whether the model computes the same with hooks as without."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    tolerance = _TOLERANCE[found.dtype] * expected.abs().nan_to_num(0.0, 0.0, 0.0).amax() if found.numel() else 0.0
+    return bool(((found - expected).abs() <= tolerance).logical_or(found == expected).logical_or(expected.isnan()).all())
+
+
+def _parameters_of(uses: Uses, key: Key) -> frozenset[int]:
+    return next(frozenset(use.parameters.values()) for use in uses.found if use.key == key)
