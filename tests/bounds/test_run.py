@@ -14,7 +14,8 @@ from neuromanifold.bounds.kept_gradients import KeptGradients
 from neuromanifold.bounds.result import Row
 from neuromanifold.bounds.splitting import split
 from neuromanifold.core.checks import message
-from neuromanifold.problem.batches import Batch, Outputs
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.reference import bounds as reference
 from neuromanifold.reference.network import by_name, jacobian
 from tests.problems.architectures import ARCHITECTURES

@@ -13,10 +13,10 @@ from neuromanifold.operators.layout import Layout
 from neuromanifold.operators.metric import NotConvergedWarning
 from neuromanifold.reference import network as reference
 from tests.operators.dense import SOME, dense, relative_error
+from tests.problem.test_unchanged import model as nosy
+from tests.problem.test_unchanged import same, snapshot
 from tests.problems.problem import Net, Problem
 from tests.run.test_contract import MODEL, X, Y, batches, network
-from tests.run.test_unchanged import model as nosy
-from tests.run.test_unchanged import same, snapshot
 from tests.zscores import allowed_z_score, worst_z_score
 
 F = reference.fisher_matrix(MODEL, lambda m: m(X))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.reference import network as reference
 from tests.operators.dense import SOME, dense, relative_error
+from tests.problem.test_unchanged import model as nosy
+from tests.problem.test_unchanged import same, snapshot
 from tests.problems.problem import Net, Problem
 from tests.run.test_contract import MODEL, X, batches, network
-from tests.run.test_unchanged import model as nosy
-from tests.run.test_unchanged import same, snapshot
 
 F = reference.fisher_matrix(MODEL, lambda m: m(X))
 WHOLE = nm.fisher_matrix(MODEL, batches(16))

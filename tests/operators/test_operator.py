@@ -22,11 +22,11 @@ from neuromanifold.problem.parameters import select_parameters
 from neuromanifold.reference import network as reference
 from neuromanifold.run.step import Settings
 from tests.operators.dense import ALL, SOME, dense, relative_error
+from tests.problem.test_unchanged import model as nosy
+from tests.problem.test_unchanged import same, snapshot
 from tests.problems.problem import Net, Problem
 from tests.run.test_contract import MODEL, X, Y, batches, network
 from tests.run.test_devices import DEVICES
-from tests.run.test_unchanged import model as nosy
-from tests.run.test_unchanged import same, snapshot
 
 
 def operator(problem: Problem, **options: Any) -> nm.FisherOperator:

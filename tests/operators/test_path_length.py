@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.reference import network as reference
+from tests.problem.test_unchanged import same
 from tests.problems.networks import ConvWithBatchNorm
 from tests.run.test_contract import MODEL, X, batches, network
-from tests.run.test_unchanged import same
 
 
 def between(a: dict[str, Tensor], b: dict[str, Tensor], t: float) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.problem.batches import Outputs
 from neuromanifold.problem.cotangents import cotangents
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import LateValidation
 from tests.problems.networks import PROBLEMS
 from tests.run.test_estimators import estimate
@@ -66,9 +66,9 @@ def test_labels_that_are_no_class_are_found_late(monkeypatch: pytest.MonkeyPatch
     """The path of a GPU, walked on a CPU."""
     validation = LateValidation(nm.Categorical)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("meta"))
-    outputs = [Outputs(torch.zeros(2, 3), torch.tensor([0, label]), None) for label in (1, 3, 2)]
+    outputs = [Outputs(torch.zeros(2, 3), torch.tensor([0, label]), None, i) for i, label in enumerate((1, 3, 2))]
     generator = torch.Generator()
-    list(cotangents(outputs[0], nm.Empirical(), generator, validation, 0))
-    list(cotangents(outputs[1], nm.Empirical(), generator, validation, 1))
+    list(cotangents(outputs[0], nm.Empirical(), generator, validation))
+    list(cotangents(outputs[1], nm.Empirical(), generator, validation))
     with pytest.raises(ValueError, match=r"Batch 1 of `data`: `labels` must be between 0 and 2"):
-        list(cotangents(outputs[2], nm.Empirical(), generator, validation, 2))
+        list(cotangents(outputs[2], nm.Empirical(), generator, validation))

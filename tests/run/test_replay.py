@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.persample import watch as watch_module
 from neuromanifold.persample.sums import DiagonalSums, Tally
-from neuromanifold.problem.batches import Batch, Outputs
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.run import loop
 from neuromanifold.run.graphs import Replay, _Recording
 from neuromanifold.run.step import Settings, Step

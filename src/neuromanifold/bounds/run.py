@@ -30,8 +30,9 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.sums import DiagonalSums
-from neuromanifold.problem.batches import Batch, Outputs, model_device, read_batch
+from neuromanifold.problem.batches import Batch, model_device, read_batch
 from neuromanifold.problem.cotangents import cotangents
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.unchanged import unchanged
@@ -222,7 +223,7 @@ class _Work:
         for part, sums in self._sums.items():
             with self._timed("diagonals"):
                 self._squares.sums = sums
-                columns = cotangents(outputs, part, self._step.generator, self._step.validation, number)
+                columns = cotangents(outputs, part, self._step.generator, self._step.validation)
                 self._squares.add_all(outputs, columns)
                 self.pullback.flush(sums)
                 sums.end_batch()

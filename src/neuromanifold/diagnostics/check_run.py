@@ -24,7 +24,8 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
-from neuromanifold.problem.batches import Batch, Outputs, read_outputs
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.unchanged import unchanged

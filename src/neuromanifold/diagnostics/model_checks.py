@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.problem.batches import Batch, Outputs
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.outputs import Outputs
 
 Evaluate = Callable[[Batch], Outputs]
 

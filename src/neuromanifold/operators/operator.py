@@ -21,8 +21,8 @@ from neuromanifold.estimators.envelopes import Envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import Layout
 from neuromanifold.operators.metric import Metric
-from neuromanifold.problem.batches import Batch, Outputs, model_device, read_batch, read_outputs
-from neuromanifold.problem.cotangents import rows_that_count, spread
+from neuromanifold.problem.batches import Batch, model_device, read_batch
+from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.unchanged import unchanged
@@ -176,9 +176,9 @@ class FisherOperator(Metric):
                 samples = outputs.samples
                 seen = (outputs, *self._core(outputs, validation, number))
             _, core, labels = seen
-            v = rows_that_count(tangent, outputs.valid).to(core.dtype)
+            v = outputs.select(tangent).to(core.dtype)
             with torch.autocast(v.device.type, enabled=False):
-                return spread(self.middle(core, labels, v), outputs.logits.shape, outputs.valid)
+                return outputs.scatter(self.middle(core, labels, v))
 
         parts = [
             vectors[:, place].view(len(vectors), *self.layout.shapes[name])
@@ -194,7 +194,7 @@ class FisherOperator(Metric):
     def _core(self, outputs: Outputs, validation: LateValidation, number: int) -> tuple[Core, Tensor | None]:
         """The distributions at the positions that count, and their labels."""
         logits, labels, valid = outputs.logits.detach(), outputs.labels, outputs.valid
-        rows = rows_that_count(logits, valid)
+        rows = outputs.select(logits)
         if labels is not None and outputs.labels_fit:
             every = valid is None or logits.ndim == 2
             labels = labels.reshape(len(rows), *labels.shape[logits.ndim - 1 :]) if every else labels[valid]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.estimators import Estimator
-from neuromanifold.problem.batches import Outputs
-from neuromanifold.problem.validation import Found, LateValidation
+from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.validation import Found, LateValidation, check_label_dtype, distributions
 
 
 class Cotangent(NamedTuple):
@@ -20,62 +20,41 @@ class Cotangent(NamedTuple):
     values: Tensor  # [B, ..., C]
     noise: float
     sample_noise: float
-    left: int  # how many are left of the batch, this one included
+    left: int  # how many cotangents of the batch are still to come, this one included
 
 
 def cotangents(
-    outputs: Outputs, estimator: Estimator, generator: torch.Generator, validation: LateValidation, number: int
+    outputs: Outputs, estimator: Estimator, generator: torch.Generator, validation: LateValidation
 ) -> Iterator[Cotangent]:
-    """All cotangents of batch `number`; at positions that do not count they are zero."""
-    shape = outputs.logits.shape
-    logits, labels, valid = outputs.logits.detach(), outputs.labels if estimator.needs_labels else None, outputs.valid
-    core = validation.unchecked(logits, number)
+    """All cotangents of a batch; at positions that do not count they are zero."""
+    core = validation.unchecked(outputs.logits.detach(), outputs.number)
     if core is not None and estimator.fuses(core):
-        yield from _fused(core, logits, valid, estimator, generator, validation, number)
+        yield from _fused(core, outputs, estimator, generator, validation)
         return
-    rows = rows_that_count(logits, valid)
-    if labels is not None:
-        every = valid is None or logits.ndim == 2
-        labels = labels.reshape(len(rows), *labels.shape[len(shape) - 1 :]) if every else labels[valid]
-    fits = None
-    if core is not None and labels is not None and labels.shape == rows.shape[:-1]:  # class labels, on a GPU
-        fits = ((labels >= 0) & (labels < shape[-1])).all()
-        labels = labels.clamp(0, shape[-1] - 1)
-    core = validation.core(rows, number, fits, searched=not estimator.searches)
+    core, labels = distributions(outputs, validation, labels=estimator.needs_labels, searched=not estimator.searches)
     try:
-        noise = estimator.pass_noise(core, alone=False)
-        sample_noise = estimator.pass_noise(core, alone=len(shape) == 2)
-        for i, columns in enumerate(estimator.cotangents(core, labels, generator)):
-            yield Cotangent(spread(columns, shape, valid), noise[i], sample_noise[i], len(noise) - i)
+        noise, sample_noise = _noise(core, outputs, estimator)
+        for i, rows in enumerate(estimator.cotangents(core, labels, generator)):
+            yield Cotangent(outputs.scatter(rows), noise[i], sample_noise[i], len(noise) - i)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"Batch {number} of `data`: {error}") from error
+        raise ValueError(f"Batch {outputs.number} of `data`: {error}") from error
 
 
 def _fused(
-    core: Core,
-    logits: Tensor,
-    valid: Tensor | None,
-    estimator: Estimator,
-    generator: torch.Generator,
-    validation: LateValidation,
-    number: int,
+    core: Core, outputs: Outputs, estimator: Estimator, generator: torch.Generator, validation: LateValidation
 ) -> Iterator[Cotangent]:
     """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
-    noise = estimator.pass_noise(core, alone=False)
-    sample_noise = estimator.pass_noise(core, alone=logits.ndim == 2)
-    for i, (values, finite) in enumerate(estimator.fused(core, generator, valid)):
+    check_label_dtype(core, outputs)
+    noise, sample_noise = _noise(core, outputs, estimator)
+    for i, (values, finite) in enumerate(estimator.fused(core, generator, outputs.valid)):
         if i == 0:
-            validation.look_later(Found(finite), number)
+            validation.check_later(Found(finite), outputs.number)
         yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)
 
 
-def rows_that_count(logits: Tensor, valid: Tensor | None) -> Tensor:
-    """The distributions that count, [rows, C]."""
-    if valid is None:
-        return logits.reshape(-1, logits.shape[-1])
-    if logits.ndim == 2:  # every row; those that do not count get a zero, without waiting for a GPU
-        return torch.where(valid[:, None], logits, 0.0)
-    return logits[valid]  # padding may be most of them
+def _noise(core: Core, outputs: Outputs, estimator: Estimator) -> tuple[list[float], list[float]]:
+    """The constants of each pass, for squares of whole batches and of single samples."""
+    return estimator.pass_noise(core, alone=False), estimator.pass_noise(core, alone=outputs.logits.ndim == 2)
 
 
 def by_position(cotangent: Tensor, valid: Tensor | None) -> Iterator[Tensor]:
@@ -98,14 +77,3 @@ def by_sample(cotangent: Tensor) -> Iterator[Tensor]:
         one = torch.zeros_like(cotangent)
         one[n] = cotangent[n]
         yield one
-
-
-def spread(columns: Tensor, shape: torch.Size, valid: Tensor | None) -> Tensor:
-    """Put cotangents of the positions that count into a tensor of the logits' shape, zero elsewhere."""
-    if valid is None:
-        return columns.view(shape)
-    if len(shape) == 2:
-        return torch.where(valid[:, None], columns, 0.0)
-    cotangent = columns.new_zeros(shape)
-    cotangent[valid] = columns
-    return cotangent

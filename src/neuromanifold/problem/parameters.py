@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
@@ -12,8 +13,16 @@ from neuromanifold.core.checks import message
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
 
+def plain_name(name: str) -> str:
+    """The name without what torch.compile (`_orig_mod.`) and data-parallel wrappers (a leading `module.`) add."""
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
 def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Parameter]:
-    """The trainable parameters that match, by name; shared ones once, under their first name.
+    """The trainable parameters that match, by plain name; shared ones once, under their first name.
 
     `selection` is None (all), a pattern such as "encoder.*" or several of them, or a function of name and parameter.
     """
@@ -21,7 +30,9 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Pa
         raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
     if selection is not None and not callable(selection) and not isinstance(selection, str):
         selection = list(selection)
-    named = dict(model.named_parameters())
+    given = dict(model.named_parameters())
+    times = Counter(map(plain_name, given))
+    named = {plain_name(name) if times[plain_name(name)] == 1 else name: value for name, value in given.items()}
     for name, parameter in named.items():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(message("model", "initialised", f"a lazy {name!r}", "Call it once on a batch first."))
@@ -52,4 +63,4 @@ def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:
     if not all(isinstance(pattern, str) for pattern in patterns):
         expected = "None, a pattern, a list of patterns, or a function of name and parameter"
         raise TypeError(message("parameters", expected, repr(selection)))
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, plain_name(pattern)) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Looking for NaN without making a GPU wait."""
+"""Output distributions of a batch, checked for NaN without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from torch import Tensor
 
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import message
+from neuromanifold.problem.outputs import Outputs
+
+Likelihood = Callable[[Tensor], Core]
+
+
+class Distributions(NamedTuple):
+    """The output distributions at the positions that count, as `Outputs.select` orders them."""
+
+    core: Core  # of batch shape [R]
+    labels: Tensor | None  # [R] classes, or [R, C] targets
 
 
 class Found(NamedTuple):
-    """What a search has found, still on the device."""
+    """What a search for bad values has found, still on the device."""
 
     finite: Tensor  # [rows] bool
     labels_fit: Tensor | None = None  # bool: whether all labels are classes
     classes: int = 0
 
     def clone(self) -> Found:
-        """With memory of its own."""
+        """A copy in memory of its own."""
         fit = None if self.labels_fit is None else self.labels_fit.clone()
         return self._replace(finite=self.finite.clone(), labels_fit=fit)
 
-    def all_is_good(self) -> Tensor:
-        """One bool."""
+    def all_good(self) -> Tensor:
+        """One bool for all rows and labels."""
         finite = self.finite.all()
         return finite if self.labels_fit is None else finite & self.labels_fit
 
@@ -49,21 +59,21 @@ class _Answer:
 
 
 class LateValidation:
-    """Makes a core from outputs; on a GPU the search for NaN is looked at one batch later.
+    """Makes cores from outputs; on a GPU the search for NaN is read one batch later.
 
     Reading a value back waits for all that is queued: the backward pass would not be launched before the forward pass
     has run.  So on a GPU the answer for a batch is sent to the host's memory, and read there when the next batch has
-    been queued; `finish` reads the last one.  An error names its batch all the same, and no result has been given out
+    been queued; `flush` reads the last one.  An error names its batch all the same, and no result has been given out
     by then.
     """
 
-    def __init__(self, likelihood: Callable[[Tensor], Core]) -> None:
+    def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
         self._waiting: tuple[_Answer, Found, int] | None = None  # whether all is good, what was found, in which batch
         self._postponed: list[Found] | None = None
 
     def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None, *, searched: bool = True) -> Core:
-        """The core of these outputs, of batch `number`; whether labels are classes is looked at later, on a GPU.
+        """The core of these outputs, of batch `number`; on a GPU, whether labels are classes is read later.
 
         `searched`: not if that is left to an estimator, on a CPU.
         """
@@ -72,51 +82,92 @@ class LateValidation:
             likelihood = self.likelihood if searched or self.likelihood is not Categorical else Categorical.unsearched
             return _named(number, lambda: likelihood(rows))
         extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
-        self.look_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
+        self.check_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
 
     def unchecked(self, outputs: Tensor, number: int) -> Core | None:
-        """The core where the search can be left for later, by `look_later`; None where it cannot."""
+        """The core where the search can be left for later, by `check_later`; None where it cannot."""
         if outputs.device.type == "cpu" or self.likelihood not in (Categorical, Bernoulli, Gaussian):
             return None
         return _named(number, lambda: self.likelihood(outputs, validate=False))  # type: ignore[call-arg]
 
     @contextmanager
     def postponed(self) -> Iterator[list[Found]]:
-        """While work is recorded, nothing is looked at; what would have been is given out."""
+        """Read nothing inside, as in the capture of a CUDA graph; give out what would have been read."""
         self._postponed = []
         try:
             yield self._postponed
         finally:
             self._postponed = None
 
-    def look_later(self, found: Found, number: int) -> None:
-        """Remember what a search found; look at what was found in the batch before."""
+    def check_later(self, found: Found, number: int) -> None:
+        """Remember what was found in batch `number`, and read what was found in the batch before."""
         if self._postponed is not None:
             self._postponed.append(found)
             return
-        before, self._waiting = self._waiting, (_Answer(found.all_is_good()), found, number)
-        self._look_at(before)
+        before, self._waiting = self._waiting, (_Answer(found.all_good()), found, number)
+        _raise_if_bad(before)
 
-    def finish(self) -> None:
-        """Read what is still open."""
+    def flush(self) -> None:
+        """Read what has not been read yet; raises a ValueError if it is bad."""
         before, self._waiting = self._waiting, None
-        self._look_at(before)
+        _raise_if_bad(before)
 
-    def _look_at(self, batch: tuple[_Answer, Found, int] | None) -> None:
-        if batch is None or bool(batch[0]):
-            return
-        _, (finite, labels_fit, classes), number = batch
-        if labels_fit is not None and not bool(labels_fit):
-            got = "others; drop ignored positions (such as -100) first"
-            raise ValueError(f"Batch {number} of `data`: " + message("labels", f"between 0 and {classes - 1}", got))
-        bad = (~finite).flatten()
-        got = f"NaN or infinity at index {[int(bad.nonzero()[0])]}"
-        advice = (
-            f"{int(bad.sum())} of {bad.numel()} rows are affected; look for overflow in half precision or a bad input."
-        )
-        expected = "free of NaN and +inf, with a possible class in each row"
-        raise ValueError(f"Batch {number} of `data`: " + message("logits", expected, got, advice))
+    look_later, finish = check_later, flush
+
+
+def distributions(
+    outputs: Outputs,
+    validation: LateValidation,
+    *,
+    labels: bool = True,
+    searched: bool = True,
+    compact: bool = False,
+) -> Distributions:
+    """The distributions at the positions that count, and their labels: the one place where these are selected.
+
+    `labels`: whether they are wanted.  `searched`: False if the estimator looks for NaN itself.  `compact`: as in
+    `Outputs.select`.
+    """
+    logits = outputs.logits.detach()
+    rows = outputs.select(logits, compact)
+    targets = outputs.select(outputs.labels, compact) if labels and outputs.labels is not None else None
+    fit, classes = None, logits.shape[-1]
+    if targets is not None and targets.ndim == 1 and validation.unchecked(rows, outputs.number) is not None:
+        fit = ((targets >= 0) & (targets < classes)).all()  # read later; until then the score must not fail
+        targets = targets.clamp(0, classes - 1)
+    core = validation.core(rows, outputs.number, fit, searched=searched)
+    check_label_dtype(core, outputs)
+    return Distributions(core, targets)
+
+
+def check_label_dtype(core: Core, outputs: Outputs) -> None:
+    """Refuse class labels that are floating-point numbers: no `ignore_index` would be found among them."""
+    labels, positions = outputs.labels, outputs.logits.shape[:-1]
+    if (
+        isinstance(core, Categorical)
+        and labels is not None
+        and labels.shape == positions
+        and labels.is_floating_point()
+    ):
+        expected, advice = f"integers of shape {list(positions)}", "Convert them with .long()."
+        got = f"{labels.dtype} of that shape"
+        raise ValueError(f"Batch {outputs.number} of `data`: " + message("labels", expected, got, advice))
+
+
+def _raise_if_bad(batch: tuple[_Answer, Found, int] | None) -> None:
+    if batch is None or bool(batch[0]):
+        return
+    _, (finite, labels_fit, classes), number = batch
+    where = f"Batch {number} of `data`: "
+    if labels_fit is not None and not bool(labels_fit):
+        advice = "Positions that do not count are marked by `ignore_index`."
+        raise ValueError(where + message("labels", f"between 0 and {classes - 1}", "others", advice))
+    bad = (~finite).flatten()
+    got = f"NaN or infinity at index {[int(bad.nonzero()[0])]}"
+    advice = f"{int(bad.sum())} of {bad.numel()} rows are affected; look for overflow in half precision or a bad input."
+    expected = "free of NaN and +inf, with a possible class in each row"
+    raise ValueError(where + message("logits", expected, got, advice))
 
 
 def _named(number: int, make: Callable[[], Core]) -> Core:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Literal
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
+from neuromanifold.problem.suspicions import callers_level as callers_level
 
 Granularity = Literal["auto", "batch", "sample"]
 
@@ -32,11 +32,3 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
         advice += "information. Use granularity='sample', or nm.SquaredBatchGradient() if that is the number you want."
         raise ValueError(message("granularity", f"'auto' or 'sample' for {estimator}", "'batch'", advice))
     return "batch" if whole else granularity  # type: ignore[return-value]
-
-
-def callers_level() -> int:
-    """The stack level, for a warning, of the code that has called this library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("neuromanifold.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from neuromanifold.persample.sums import DiagonalSums, GradientSums, Tally
 from neuromanifold.persample.watch import Watch
-from neuromanifold.problem.batches import Batch, Outputs
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import Found
 from neuromanifold.run.step import Step
 
@@ -127,7 +128,7 @@ class Replay:
 
     def __call__(self, batch: Batch, number: int) -> Outputs:
         """Replay if there is a recording of this kind of batch; make one if it is time to."""
-        signature = None if self._sums is None else _signature(tuple(batch))
+        signature = None if self._sums is None else _signature(tuple(batch[:3]))
         if self._sums is None or signature is None:
             return self._step(batch, number)
         key = signature, self._sums.variant
@@ -194,7 +195,7 @@ class Replay:
             with self._nothing_read_back(sums), recorder.recording() as forward:
                 outputs = step.forward(own, number)
             with self._nothing_read_back(sums) as found, recorder.recording() as backward:
-                step.backward(outputs, number)
+                step.backward(outputs)
         except Exception as error:  # an operation that waits for the device, or that cannot be recorded
             sums.forget()
             recorder.recover()

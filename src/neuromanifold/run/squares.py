@@ -17,8 +17,9 @@ from neuromanifold.persample.batch import BatchPullback, involves_half, largest_
 from neuromanifold.persample.samples import SamplePullback
 from neuromanifold.persample.sums import GradientSums, Pass
 from neuromanifold.persample.watch import Watch
-from neuromanifold.problem.batches import Outputs, model_device
+from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.run.granularity import Granularity, SlowPathWarning, callers_level
 
 Evaluate = Callable[[], Outputs]

@@ -13,9 +13,10 @@ from neuromanifold.core import Core
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator
 from neuromanifold.persample.sums import GradientSums
-from neuromanifold.problem.batches import Batch, Outputs, read_outputs
+from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import cotangents
 from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.validation import LateValidation
 from neuromanifold.run.granularity import Granularity
 from neuromanifold.run.squares import make_squares
@@ -61,7 +62,7 @@ class Step:
         """Batch number so-and-so."""
         outputs = self.forward(batch, number)
         self.seed(number)
-        self.backward(outputs, number)
+        self.backward(outputs)
         return outputs
 
     def seed(self, number: int) -> None:
@@ -85,9 +86,9 @@ class Step:
         s = self.settings
         return read_outputs(output, batch, s.class_dim, s.ignore_index, s.batch_dim)
 
-    def backward(self, outputs: Outputs, number: int) -> None:
+    def backward(self, outputs: Outputs) -> None:
         """All cotangents."""
-        columns = cotangents(outputs, self.settings.estimator, self.generator, self.validation, number)
+        columns = cotangents(outputs, self.settings.estimator, self.generator, self.validation)
         self.squares.add_all(outputs, columns)
         self.squares.end_batch()
 

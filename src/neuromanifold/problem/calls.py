@@ -1,0 +1,112 @@
+"""How a model is called: functions as modules, the arguments of `forward`, inputs of a decoder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from neuromanifold.core.checks import message
+from neuromanifold.problem.batches import Batch
+
+
+class FunctionModule(nn.Module):
+    """A function of (parameters, *inputs) as a module; its parameters share memory with the tensors given."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._function, self._names = function, list(parameters)
+        for name, tensor in parameters.items():
+            if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(message("parameters", "floating-point tensors by name", f"{got} for {name!r}"))
+            self._parameters[name] = nn.Parameter(tensor.detach())  # names may have dots, as in a state dict
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the parameters first."""
+        return self._function({name: self._parameters[name] for name in self._names}, *args, **kwargs)
+
+
+def as_module(model: object, parameters: object) -> nn.Module:
+    """The module itself, or a function together with a dict of its parameters as one."""
+    if isinstance(model, nn.Module):
+        return model
+    if callable(model) and isinstance(parameters, Mapping) and parameters:
+        return FunctionModule(model, parameters)
+    advice = ""
+    if isinstance(getattr(model, "__self__", None), nn.Module):
+        advice = "Pass the module itself, not one of its methods."
+    elif callable(model):
+        advice = "A function f(parameters, inputs) needs parameters={name: tensor, ...}."
+    raise TypeError(message("model", "a torch.nn.Module", getattr(model, "__name__", type(model).__name__), advice))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of torch.compile's and data-parallel wrappers."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or (
+        isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+        and isinstance(inner := model.module, nn.Module)
+    ):
+        model = inner
+    return model
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature | None:
+    """The signature of `forward`; None where it has none, as in scripted modules."""
+    inner = unwrapped(model)
+    try:
+        return inspect.signature(partial(inner._function, None) if isinstance(inner, FunctionModule) else inner.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def only_argument(signature: inspect.Signature | None) -> str | None:
+    """The name of the only argument that must be given; None if there are several or any others are accepted."""
+    parameters = signature.parameters.values() if signature else ()
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        return None
+    required = [p.name for p in parameters if p.default is p.empty]
+    return required[0] if len(required) == 1 else None
+
+
+def with_decoder_inputs(
+    batch: Batch, model: nn.Module, signature: inspect.Signature | None, ignore_index: int
+) -> Batch:
+    """The inputs of an encoder–decoder model's decoder, made from the labels where only these are given."""
+    labels, decodes = batch.labels, any(key.startswith("decoder_input") for key in batch.kwargs)
+    if decodes or labels is None or labels.ndim != 2 or labels.is_floating_point() or not batch.kwargs:
+        return batch
+    prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        ids = prepare(labels=labels.masked_fill(labels == ignore_index, -100))
+        return batch._replace(kwargs={**batch.kwargs, "decoder_input_ids": ids})
+    if signature is not None and "decoder_input_ids" in signature.parameters:
+        advice = "Add them to each batch: this model has no method that makes them from labels."
+        raise ValueError(
+            f"Batch {batch.number} of `data`: " + message("decoder_input_ids", "given", "labels only", advice)
+        )
+    return batch
+
+
+def why_not_callable(signature: inspect.Signature | None, batch: Batch, label_key: str) -> str:
+    """What is wrong with the arguments for a `forward` of this signature; "" if nothing is."""
+    if signature is None:
+        return ""
+    try:
+        signature.bind(*batch.args, **batch.kwargs)
+        return ""
+    except TypeError as error:
+        expected = f"callable with a batch of `data` ({error})"
+    advice = f"Its arguments: {', '.join(signature.parameters)}. "
+    if batch.kwargs:
+        got = f"a dict with the keys {', '.join(map(repr, batch.kwargs))}"
+        advice += "The entries of a dict are passed on by name, all but the labels, which are looked for under "
+        advice += f"{label_key!r}: name another key with label_key=."
+    else:
+        got = f"{len(batch.args)} input(s){'' if batch.labels is None else ' and labels'}"
+        advice += "A batch (a, b) means inputs a and labels b. "
+        advice += "For a model with several inputs yield ((a, b), labels), or a dict by name."
+    return message("model", expected, got, advice)

@@ -1,0 +1,187 @@
+"""The logits in a model's output, their labels, and which positions count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core.checks import message
+from neuromanifold.problem.batches import Batch, tensors_in
+from neuromanifold.problem.suspicions import SuspiciousInputWarning, callers_level
+
+
+class Outputs(NamedTuple):
+    """Logits with the samples first and the classes last, and which of their positions count."""
+
+    logits: Tensor  # [B, ..., C], part of the autograd graph
+    labels: Tensor | None  # [B, ...] class labels, or [B, ..., C] targets
+    valid: Tensor | None  # [B, ...] bool; None: all
+    number: int = 0  # of the batch in the data
+
+    @property
+    def samples(self) -> int | Tensor:
+        """The number of samples with a position that counts; on a GPU a tensor, which is not waited for."""
+        if self.valid is None:
+            return len(self.logits)
+        return self.valid.flatten(1).any(1).sum() if self.valid.ndim > 1 else self.valid.sum()
+
+    @property
+    def positions(self) -> int | Tensor:
+        """The number of distributions that count: samples, tokens or pixels; on a GPU a tensor."""
+        return self.logits[..., 0].numel() if self.valid is None else self.valid.sum()
+
+    def select(self, values: Tensor, compact: bool = False) -> Tensor:
+        """Flatten values [B, ..., *rest] to rows [R, *rest] of the positions that count.
+
+        For logits [B, C] the rows are all B samples, with zeros for those that do not count, since dropping them would
+        wait for a GPU; `compact` drops them all the same.
+        """
+        rest = values.shape[self.logits.ndim - 1 :]
+        if self.valid is None:
+            return values.reshape(-1, *rest)
+        if self.logits.ndim == 2 and not compact:
+            return torch.where(self.valid.view(-1, *[1] * len(rest)), values, 0)
+        return values[self.valid]
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Rows [R, C] as made by `select`, in a tensor of the logits' shape that is zero elsewhere."""
+        shape = self.logits.shape
+        if self.valid is None:
+            return rows.view(shape)
+        if len(shape) == 2 and len(rows) == len(self.valid):
+            return torch.where(self.valid[:, None], rows, 0.0)
+        values = rows.new_zeros(shape)
+        values[self.valid] = rows
+        return values
+
+    @property
+    def labels_fit(self) -> bool:
+        """True: labels of another shape raise an error when outputs are read."""
+        return True
+
+
+def read_outputs(
+    output: object,
+    batch: Batch,
+    class_dim: int = -1,
+    ignore_index: int = -100,
+    batch_dim: int = 0,
+    scalar: bool = False,
+) -> Outputs:
+    """Find the logits in a model's output, move samples first and classes last, and work out which positions count.
+
+    `scalar`: outputs of shape [B] are one number for each sample.
+    """
+    where = f"Batch {batch.number} of `data`: "
+    given = _find_logits(output)
+    given = given[:, None] if scalar and given.ndim == 1 else given
+    if given.ndim < 2:
+        advice = "Is `data` an iterable of batches, and is the model's first output its logits (and not a loss)?"
+        advice += " One number for each sample is for nm.Bernoulli or nm.Gaussian." if given.ndim else ""
+        got = f"shape {list(given.shape)}"
+        raise ValueError(where + message("logits", "of shape [batch, ..., classes]", got, advice))
+    expected = f"a dimension of the logits, which have shape {list(given.shape)}"
+    if not -given.ndim <= class_dim < given.ndim:
+        raise ValueError(message("class_dim", expected, str(class_dim)))
+    if not 0 <= batch_dim < given.ndim and given.ndim > 2:
+        raise ValueError(message("batch_dim", expected, str(batch_dim)))
+    batch_dim, class_dim = batch_dim if given.ndim > 2 else 0, class_dim % given.ndim
+    if class_dim == batch_dim > 0:
+        advice = "Say which dimension holds the classes with `class_dim`."
+        raise ValueError(message("batch_dim", "another dimension than that of the classes", str(batch_dim), advice))
+    _check_samples(given, batch, class_dim, batch_dim)
+    logits = _arranged(given, batch_dim, class_dim)
+    positions, labels, valid = logits.shape[:-1], batch.labels, None
+    if batch_dim and labels is not None and labels.ndim > 1:
+        labels = labels.movedim(batch_dim, 0)
+    if labels is not None:
+        if labels.shape == positions and logits.shape[-1] == 1:
+            labels = labels[..., None]  # one output and one target a sample, without a dimension for it
+        if labels.shape not in (positions, logits.shape):
+            raise ValueError(where + _wrong_labels(labels, logits, given, class_dim, batch_dim))
+        if labels.shape == positions and not labels.is_floating_point():
+            labels = labels.long()
+            valid = _unless_all(labels != ignore_index)
+            labels = labels if valid is None else torch.where(valid, labels, 0)
+    mask = _attention_mask(batch.kwargs) if logits.ndim > 2 else None
+    if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
+        mask = mask.movedim(batch_dim, 0)
+    if mask is not None and mask.shape == positions:
+        valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
+    elif mask is not None and valid is None and (labels is None or labels.shape != positions):
+        text = f"`attention_mask` has shape {list(mask.shape)}, but the logits' positions are {list(positions)}: it is "
+        text += "not used, and every position counts, of padding too. Yield labels of the positions' shape, with "
+        text += f"{ignore_index} (ignore_index) where a position does not count."
+        warnings.warn(text, SuspiciousInputWarning, stacklevel=callers_level())
+    return Outputs(logits, labels, valid, batch.number)
+
+
+def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int) -> None:
+    """Refuse logits that have the inputs' samples in another dimension than `batch_dim`."""
+    sizes = {t.shape[batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim}
+    samples = sizes.pop() if len(sizes) == 1 else None  # graphs, bags and the like have inputs of several lengths
+    if samples is None or logits.shape[batch_dim] == samples or logits.ndim < 3:
+        return
+    for dim in range(2):
+        if dim != class_dim != batch_dim and logits.shape[dim] == samples:
+            expected = f"of the inputs' {samples} samples in dimension {batch_dim}"
+            got, advice = f"shape {list(logits.shape)}", f"Pass batch_dim={dim} if that dimension holds the samples."
+            raise ValueError(f"Batch {batch.number} of `data`: " + message("logits", expected, got, advice))
+
+
+def _wrong_labels(labels: Tensor, logits: Tensor, given: Tensor, class_dim: int, batch_dim: int) -> str:
+    """What is wrong with labels of another shape than the logits' positions, and what may have been meant."""
+    shapes = f"{list(logits.shape[:-1])} (class labels) or {list(logits.shape)} (targets)"
+    others = (dim for dim in range(given.ndim) if dim not in (batch_dim, class_dim))
+    meant = [dim for dim in others if _arranged(given, batch_dim, dim).shape[:-1] == labels.shape]
+    if meant:
+        advice = f"Of logits {list(given.shape)}, pass class_dim={meant[0]} if that dimension holds the classes."
+    elif labels.shape == (*logits.shape[:1], 1, *logits.shape[1:-1]) or labels.shape == (*logits.shape[:-1], 1):
+        advice = "Drop their dimension of size 1 with squeeze."
+    else:
+        advice = "A batch (a, b) means inputs a and labels b: for a model with two inputs yield ((a, b), labels). "
+        advice += "Leave out labels that do not belong to single outputs."
+    return message("labels", f"of shape {shapes}", f"shape {list(labels.shape)}", advice)
+
+
+def _arranged(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:
+    """[..., B, ..., C, ...] as [B, ..., C]."""
+    if class_dim == batch_dim == 0:
+        return logits.movedim(0, -1)
+    rest = [dim for dim in range(logits.ndim) if dim not in (batch_dim, class_dim)]
+    return logits.permute(batch_dim, *rest, class_dim)
+
+
+def _unless_all(valid: Tensor) -> Tensor | None:
+    """None if all positions count, where asking costs nothing: not on a GPU, which would be waited for.
+
+    Samples without any position do not count.
+    """
+    can_be_asked = valid.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+    return None if can_be_asked and valid.numel() and bool(valid.all()) else valid
+
+
+def _attention_mask(kwargs: dict[str, Any]) -> Tensor | None:
+    """The attention mask of the outputs: the decoder's where there is one."""
+    decodes = any(key.startswith("decoder_") for key in kwargs)
+    mask = kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+    return mask if isinstance(mask, Tensor) else None
+
+
+def _find_logits(output: object) -> Tensor:
+    logits = output
+    if not isinstance(logits, Tensor) and hasattr(logits, "logits"):
+        logits = logits.logits
+    elif isinstance(logits, Mapping) and "logits" in logits:
+        logits = logits["logits"]
+    elif isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor):
+        expected = "a tensor, a tuple that begins with one, or an object with .logits"
+        advice = "Wrap the model in a module that returns its logits."
+        raise TypeError(message("model's output", expected, type(output).__name__, advice))
+    return logits

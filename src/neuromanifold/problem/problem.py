@@ -1,0 +1,217 @@
+"""A model, its parameters, data and likelihood: everything that a Fisher information is asked about.
+
+problem = Problem.of(model, data, ...)                     wrong arguments raise an error here
+with problem.session():
+    for batch in problem.batches():                        on the model's device
+        outputs = problem.evaluate(batch)                  logits [B, ..., C], labels, which positions count
+        core, labels = problem.distributions(outputs, validation)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from neuromanifold.core import Categorical
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.estimators import Estimator
+from neuromanifold.problem import suspicions
+from neuromanifold.problem.batches import Batch, model_device, read_batch
+from neuromanifold.problem.calls import (
+    as_module,
+    forward_signature,
+    only_argument,
+    why_not_callable,
+    with_decoder_inputs,
+)
+from neuromanifold.problem.outputs import Outputs, read_outputs
+from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.problem.progress import tracked
+from neuromanifold.problem.repeated import RepeatedBatches
+from neuromanifold.problem.unchanged import unchanged
+from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood, distributions
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What a Fisher information is asked about; make one with `Problem.of`, which checks the arguments."""
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]  # those chosen, by plain name
+    data: Iterable[object]
+    likelihood: Likelihood = Categorical
+    class_dim: int = -1
+    batch_dim: int = 0
+    ignore_index: int = -100
+    label_key: str = "labels"
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | Callable[..., Any],
+        data: Iterable[object],
+        likelihood: Likelihood = Categorical,
+        parameters: Selection | Mapping[str, Tensor] = None,
+        *,
+        class_dim: int = -1,
+        batch_dim: int = 0,
+        ignore_index: int = -100,
+        label_key: str = "labels",
+    ) -> Problem:
+        """Check all arguments that can be checked without a batch.
+
+        Args:
+            model: any module whose output is, holds or begins with logits; or a function of (parameters, *inputs), with
+                its parameters as a dict of tensors.
+            data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.
+            likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
+            parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
+            class_dim: which dimension of the logits holds the classes.
+            batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples; of
+                tensors with fewer than three dimensions it is the first.
+            ignore_index: positions with this label do not count, nor samples without any other.
+            label_key: where a batch that is a dict has its labels.
+
+        """
+        module = as_module(model, parameters)
+        chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
+        _check_embeddings(module)
+        _check_data(data)
+        if not callable(likelihood):
+            expected = "nm.Categorical, nm.Bernoulli, nm.Gaussian, or a function from outputs to one of them"
+            raise TypeError(message("likelihood", expected, repr(likelihood)))
+        class_dim = integer_in_range(class_dim, "class_dim", -64, 63, "a dimension of the logits")
+        batch_dim = integer_in_range(batch_dim, "batch_dim", 0, 63, "a dimension of the logits, counted from the front")
+        ignore_index = integer_in_range(ignore_index, "ignore_index", -(2**63), 2**63 - 1, "a label")
+        if not isinstance(label_key, str):
+            raise TypeError(message("label_key", "the key of the labels in a batch", repr(label_key)))
+        return cls(module, chosen, data, likelihood, class_dim, batch_dim, ignore_index, label_key)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; batches are moved there."""
+        return model_device(self.model)
+
+    @cached_property
+    def _signature(self) -> Signature | None:
+        return forward_signature(self.model)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep the model in eval mode, with gradients on, and leave everything as it was found.
+
+        The model's CUDA device is current, and compiled modules run eagerly, since a compiled graph has no modules.
+        """
+        with ExitStack() as stack:
+            if self.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))
+            stack.enter_context(unchanged(self.model))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[tuple[int, object]]:
+        """Number the items of the data as they come, perhaps with a progress bar; `read` makes batches of them."""
+        return enumerate(tracked(self.data, progress, description))
+
+    def read(self, item: object, number: int) -> Batch:
+        """Make a batch on the model's device from an item of the data."""
+        batch = read_batch(item, number, self.label_key, only_argument(self._signature))
+        return with_decoder_inputs(batch, self.model, self._signature, self.ignore_index).to(self.device)
+
+    def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:
+        """Go through the data once."""
+        for number, item in self.items(progress=progress, description=description):
+            yield self.read(item, number)
+
+    def repeated(self) -> RepeatedBatches:
+        """An iterable for several passes, which raises an error if the batches of a later pass differ."""
+        return RepeatedBatches(self)
+
+    def evaluate(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
+        """Run the model on a batch; with an `estimator` that uses labels, the batch must have some."""
+        where = f"Batch {batch.number} of `data`: "
+        if estimator is not None and estimator.needs_labels and batch.labels is None:
+            keys = f" under {self.label_key!r} (keys: {', '.join(batch.kwargs)})" if batch.kwargs else ""
+            advice = "Yield (inputs, labels), or a dict and its label_key, or choose an estimator without labels."
+            raise ValueError(where + message("labels", f"given for {estimator}", f"none{keys}", advice))
+        try:
+            output = self.model(*batch.args, **batch.kwargs)
+        except TypeError as error:
+            wrong = why_not_callable(self._signature, batch, self.label_key)
+            if not wrong:
+                raise
+            raise TypeError(where + wrong) from error
+        scalar = self.likelihood is not Categorical
+        outputs = read_outputs(output, batch, self.class_dim, self.ignore_index, self.batch_dim, scalar)
+        if torch.is_grad_enabled() and not outputs.logits.requires_grad:
+            advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
+            raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
+        return outputs
+
+    def validation(self) -> LateValidation:
+        """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
+        return LateValidation(self.likelihood)
+
+    def distributions(
+        self, outputs: Outputs, validation: LateValidation | None = None, *, labels: bool = True, compact: bool = False
+    ) -> Distributions:
+        """The core of the positions that count, and their labels.
+
+        Without a `validation` the outputs are checked at once.  `compact` drops ignored samples of logits [B, C] too,
+        which waits for a GPU.
+        """
+        late = validation or self.validation()
+        made = distributions(outputs, late, labels=labels, compact=compact)
+        if validation is None:
+            late.flush()
+        return made
+
+    @torch.no_grad()
+    def inspect(self, batch: Batch, outputs: Outputs) -> None:
+        """Warn of probabilities instead of logits, labels that are no class, and samples that influence each other.
+
+        For the first batch of a call, in a session: it takes a forward pass of three samples, and waits for a GPU.
+        """
+        if not len(outputs.logits):
+            return
+        core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
+        notes = suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index)
+        for note in filter(None, notes):
+            warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
+        if note := suspicions.mixing_note(self, batch, outputs):
+            warnings.warn(note, suspicions.SamplesMixWarning, stacklevel=suspicions.callers_level())
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    """Refuse options of embeddings that change weights in a forward pass, or make gradients that are no derivatives."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.max_norm is not None:
+            advice = "It overwrites weights in the forward pass. Apply it once to the weights, then set it to None."
+            raise ValueError(message("model", "without max_norm", f"max_norm={module.max_norm} at {name!r}", advice))
+        if module.scale_grad_by_freq:
+            advice = "Such gradients are not derivatives. Set it to False; it has no effect on outputs."
+            got = f"scale_grad_by_freq=True at {name!r}"
+            raise ValueError(message("model", "without scale_grad_by_freq", got, advice))
+
+
+def _check_data(data: object) -> None:
+    """Refuse what is easily handed in instead of an iterable of batches."""
+    one_batch = isinstance(data, Tensor) or (isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data))
+    if one_batch or isinstance(data, Mapping):
+        raise TypeError(message("data", "an iterable of batches", "a single batch", "Put it into a list: [batch]."))
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        advice = "Wrap it: DataLoader(dataset, batch_size=64)."
+        raise TypeError(message("data", "an iterable of batches", "a Dataset of single samples", advice))
+    if not isinstance(data, Iterable):
+        raise TypeError(message("data", "an iterable of batches", type(data).__name__))

@@ -1,0 +1,79 @@
+"""Several passes over the same data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from neuromanifold.core.checks import message
+from neuromanifold.problem.batches import Batch, tensors_in
+from neuromanifold.problem.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from neuromanifold.problem.problem import Problem
+
+_NUMBERS = 1024  # of each tensor that are looked at
+
+
+class RepeatedBatches:
+    """Batches that must be the same in each pass: a fingerprint of each is kept, and compared."""
+
+    def __init__(self, problem: Problem) -> None:
+        data = problem.data
+        if isinstance(data, Iterator) or (not isinstance(data, Sized) and iter(data) is iter(data)):
+            advice = "It is gone through several times, and a generator is used up after the first. Pass list(data)."
+            raise TypeError(
+                message("data", "a list, a DataLoader or another iterable of batches", "an iterator", advice)
+            )
+        self._problem = problem
+        self._fingerprints: list[str] = []
+        self._devices: list[list[tuple[weakref.ref[Tensor], int]]] = []  # tensors that are not on the CPU, by batch
+        self._complete = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:
+        """One pass, on the model's device; raises a ValueError at a batch that differs from the passes before."""
+        number = -1
+        for number, item in self._problem.items(progress=progress, description=description):
+            self._check(number, item)
+            yield self._problem.read(item, number)
+        if self._complete and number + 1 < len(self._fingerprints):
+            raise _differ(f"{number + 1} batches after {len(self._fingerprints)}")
+        self._complete = True
+
+    def _check(self, number: int, item: object) -> None:
+        if number < len(self._fingerprints):
+            if not self._is_same_object(number, item) and self._fingerprints[number] != _print(item):
+                raise _differ(f"another batch {number}")
+            return
+        if self._complete:
+            raise _differ(f"more than {len(self._fingerprints)} batches")
+        self._fingerprints.append(_print(item))
+        self._devices.append([(weakref.ref(t), t._version) for t in _elsewhere(item)])
+
+    def _is_same_object(self, number: int, item: object) -> bool:
+        """Whether these are the very tensors of before, unchanged: spares a GPU being waited for."""
+        now, before = tensors_in(item), self._devices[number]
+        return len(now) == len(before) > 0 and all(
+            t is reference() and t._version == version for t, (reference, version) in zip(now, before, strict=True)
+        )
+
+
+def _elsewhere(item: object) -> list[Tensor]:
+    """Its tensors, if none is on the CPU."""
+    tensors = tensors_in(item)
+    return tensors if all(t.device.type != "cpu" for t in tensors) else []
+
+
+def _print(item: object) -> str:
+    return fingerprint(("batch", item), most=_NUMBERS)
+
+
+def _differ(got: str) -> ValueError:
+    advice = "Use shuffle=False, switch off random augmentation, or pass list(loader)."
+    return ValueError(message("data", "the same batches in each pass", got, advice))

@@ -1,0 +1,115 @@
+"""Inputs that are accepted but look wrong: examined on the first batch of a call, and warned about once."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import Categorical, Core
+from neuromanifold.problem.batches import Batch, cut, sample_dim, tensors_in
+
+if TYPE_CHECKING:
+    from neuromanifold.problem.outputs import Outputs
+    from neuromanifold.problem.problem import Problem
+
+# Differences that rounding may make, relative to the largest ordinary logit, by the least precise dtype involved.
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+class SuspiciousInputWarning(UserWarning):
+    """The model, its outputs or the labels are probably not what the call takes them for."""
+
+
+class SamplesMixWarning(SuspiciousInputWarning):
+    """The logits of a sample change with the other samples of its batch."""
+
+
+def callers_level() -> int:
+    """The stack level, for a warning, of the code that has called this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("neuromanifold.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def probabilities_note(core: Core) -> str:
+    """A warning if the logits of a categorical distribution are probabilities, else "".
+
+    Log-probabilities are logits: they differ by a constant for each row, which the metric ignores.
+    """
+    if not isinstance(core, Categorical) or core.batch_shape.numel() < 2:
+        return ""
+    rows = core.given.detach()
+    off = (rows.sum(-1, dtype=core.dtype) - 1).abs().amax()
+    if bool((off > 1e-5 + 4 * torch.finfo(rows.dtype).eps) | (rows.amin() < 0)):
+        return ""
+    text = (
+        "The model's outputs are probabilities: all are >= 0 and each row sums to one. They are taken for logits, of "
+    )
+    return text + "which a softmax is taken once more. Return what the model's last softmax is applied to, or its log."
+
+
+def labels_note(core: Core, outputs: Outputs, ignore_index: int) -> str:
+    """A warning if some labels are no class, else ""."""
+    if not isinstance(core, Categorical) or outputs.labels is None or outputs.labels.ndim == outputs.logits.ndim:
+        return ""
+    labels = outputs.select(outputs.labels, compact=True)
+    wrong = labels[(labels < 0) | (labels >= core.dim)]
+    if not len(wrong):
+        return ""
+    text = f"`labels` must be between 0 and {core.dim - 1} or {ignore_index} (ignore_index), got {int(wrong[0])} for "
+    text += f"{len(wrong)} of {len(labels)} positions, which are counted. If that label marks positions to leave out, "
+    return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
+
+
+def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
+    """A warning if samples influence each other, else ""."""
+    if not samples_influence_each_other(problem, batch, outputs):
+        return ""
+    text = "The logits of a sample change when it is evaluated without the other samples of its batch, as with a "
+    text += "normalisation over the batch. F is then that of p(y | x, other samples of the batch), and depends on how "
+    return text + "the data are batched. Batches of one sample give each sample's own."
+
+
+@torch.no_grad()
+def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Outputs) -> bool | None:
+    """Whether the logits of the first samples change if they are evaluated alone: one forward pass of 1 or 3 samples.
+
+    None if that cannot be said: a single sample, inputs that cannot be sliced, a model that fails on fewer samples or
+    that does not repeat itself.
+    """
+    samples, few = len(outputs.logits), 3 if len(outputs.logits) > 3 else 1  # odd: pairs may depend on each other
+    inputs = tensors_in((batch.args, batch.kwargs))
+    if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
+        return None
+    try:
+        alone = problem.evaluate(cut(batch, samples, slice(few), problem.batch_dim)).logits
+    except Exception:  # whatever a model does with a batch of another size
+        return None
+    valid = None if outputs.valid is None else outputs.valid[:few]
+    if same_logits(problem, alone, outputs.logits[:few], valid):
+        return False
+    return True if same_logits(problem, problem.evaluate(batch).logits, outputs.logits, outputs.valid) else None
+
+
+def same_logits(problem: Problem, found: Tensor, expected: Tensor, valid: Tensor | None = None) -> bool:
+    """Whether two evaluations agree where positions count, but for rounding.
+
+    Rounding is relative to the ordinary logits: a class that is masked by -1e9 hides nothing.
+    """
+    if found.shape != expected.shape:
+        return False
+    if valid is not None:
+        found, expected = found[valid], expected[valid]
+    if not expected.numel():
+        return True
+    device, dtypes = expected.device.type, {expected.dtype, *(p.dtype for p in problem.model.parameters())}
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    size = expected.abs()
+    ordinary = torch.where(expected >= expected.amax(-1, keepdim=True) - 100, size, 0).amax()
+    allowed = max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes) * torch.maximum(size, ordinary)
+    return bool(((found == expected) | ((found - expected).abs() <= allowed)).all())
