@@ -42,8 +42,11 @@ class TakesForms(Protocol):
 class PerSampleBackward:
     """Backward passes through one forward pass whose calls were captured."""
 
-    def __init__(self, hooks: Hooks, parameters: list[nn.Parameter], uses: Uses, plan: Plan) -> None:
-        self._hooks, self._parameters, self.uses, self.plan = hooks, parameters, uses, plan
+    def __init__(
+        self, hooks: Hooks, parameters: list[nn.Parameter], uses: Uses, plan: Plan, late: Tensor | None = None
+    ) -> None:
+        """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros."""
+        self._hooks, self._parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
         self._edges = uses.edges(plan)
         self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
 
@@ -148,6 +151,8 @@ class PerSampleBackward:
     def _forms(self, use: Use, g: Tensor, layout: Layout, observer: Observer | None) -> dict[int, Form]:
         """The gradients of a use; none where an observer is told that its rule refuses."""
         if observer is None:
+            if self._late is not None and use.key in self.plan.unverified:
+                self._late.logical_or_((g != 0).any().to(self._late.device))
             return use.forms(g, self.uses.samples, layout)
         observer.captured(use, g)
         try:

@@ -23,7 +23,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [_Buffers(module) for module in flags]
-    restore_random = _random_states()
+    restore_random = random_states()
     try:
         recurrent = [module for module in flags if isinstance(module, nn.RNNBase)]
         plain = [module for module in recurrent if not module.dropout]
@@ -71,8 +71,8 @@ def _on_gpu(module: nn.Module) -> bool:
     return any(parameter.is_cuda for parameter in module.parameters())
 
 
-def _random_states() -> Callable[[], None]:
-    """What puts the global random states back."""
+def random_states() -> Callable[[], None]:
+    """Return a function that puts the global random states of torch, Python and numpy back to what they are now."""
     cpu, python, legacy = torch.random.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 

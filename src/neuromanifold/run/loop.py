@@ -1,31 +1,32 @@
-"""The one loop over data that every result of a network comes from.
+"""The one loop over data that diagonals, traces, factors and matrices come from.
 
-for batch in data:                                          those of the shard, but for what was done before
-    logits = model(batch)                                   one forward pass, shared by all probes
+for batch in problem.batches():                             those of the shard, but for what was done before
+    outputs = forward(batch)                                one forward pass, shared by all probes
     core = likelihood(logits at the positions that count)
     for u in estimator.cotangents(core, labels, generator):
-        squares.add(logits, u)                              one backward pass; samples or batches are squared and added
+        sums.add(gradients of u)                            one backward pass, squared per sample or per batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch import Tensor
 
 from neuromanifold.core.checks import message
-from neuromanifold.persample.sums import GradientSums
-from neuromanifold.problem.batches import model_device, read_batch
-from neuromanifold.problem.progress import Seen, tracked
-from neuromanifold.problem.unchanged import unchanged
-from neuromanifold.run.checkpoint import Checkpoint, KeepableSums, Kept, identity_of
-from neuromanifold.run.graphs import Replay
+from neuromanifold.persample.accumulate import GradientSums, StatefulSums
+from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.progress import Observer, Reporter, RunProgress
+from neuromanifold.run.checkpoint import Checkpoint, CheckpointedRun, identity_of
+from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.interrupts import Interrupts, OnInterrupt
 from neuromanifold.run.step import Settings, Step
+
+_FINGERPRINTED = 2**13  # numbers of each tensor of a batch
+CudaGraphs = bool | Literal["auto"]
 
 
 @dataclass
@@ -36,97 +37,110 @@ class Counts:
     positions: int = 0
     batches: int = 0
     passes: int = 0
+    verified: int = 0  # batches whose per-sample gradients were compared with autograd's
     dtype: str = ""
     stopped: str = ""
-    ways: list[str] = field(default_factory=list)  # how each parameter was done
+    methods: list[str] = field(default_factory=list)  # how each parameter was done
+    first: str = ""  # a fingerprint of batch 0 of the data, whichever shard this is
     next: int = 0  # the number, in the data, of the batch after the last one
-    running: int | Tensor = 0  # samples, perhaps still on their way on a GPU
+    running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
+    running_positions: int | Tensor = 0
 
-    def seen(self, relative_error: float | None) -> Seen:
-        """How far the run has come; waits for a GPU."""
-        return Seen(self.batches, int(self.running) or self.samples, self.next, relative_error)
+    def synchronize(self) -> None:
+        """Wait for what is still on a GPU."""
+        self.samples, self.positions = int(self.running_samples), int(self.running_positions)
+
+    def progress(self, relative_error: float | None) -> RunProgress:
+        """Return how far the run has come; waits for a GPU."""
+        return RunProgress(self.batches, int(self.running_samples), self.next, relative_error)
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """What is kept of a run that may not come to its end."""
+class LoopOptions:
+    """How the loop is run, apart from what it computes."""
 
+    progress: bool | Observer = False
+    shard: tuple[int, int] = (0, 1)  # of every so many batches, the one with this number
     checkpoint: Checkpoint | None = None
     on_interrupt: OnInterrupt = "raise"
+    cuda_graphs: CudaGraphs = False
+    description: str = "Fisher information"
 
 
 def run(
-    model: nn.Module,
-    data: Iterable[object],
-    parameters: dict[str, nn.Parameter],
+    problem: Problem,
     settings: Settings,
     sums: GradientSums,
+    options: LoopOptions | None = None,
+    *,
     enough: Callable[[Counts], str] | None = None,
-    keeping: Keeping | None = None,
+    relative_error: Callable[[], float | None] = lambda: None,
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason."""
-    check_data(data)
-    check_model(model)
-    device, counts, keeping = model_device(model), Counts(), keeping or Keeping()
-    step = Step(model, parameters, settings, sums, device)
-    replay = Replay(step, sums) if settings.replay else None
-    kept = _kept(model, parameters, settings, sums, step, counts, keeping.checkpoint)
-    interrupts = Interrupts(kept is not None or keeping.on_interrupt == "return")
-    samples: int | Tensor = counts.samples
-    positions: int | Tensor = counts.positions
-    (shard, shards), number = settings.shard, -1
+    options = options or LoopOptions()
+    counts, (shard, shards), number = Counts(), options.shard, -1
+    step = Step(problem, settings, sums)
+    process = CapturedSteps(step, sums, options.cuda_graphs) if options.cuda_graphs else step
+    saved = _resumed(step, counts, options)
+    interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
+    reporter = Reporter(options.progress) if callable(options.progress) else None
+    bar = options.progress is True
 
-    def settle() -> None:
+    def synchronize() -> None:
         """Wait for what is still open, so that counts and sums are right."""
-        if replay is not None:
-            replay.finish()
-        step.validation.finish()
-        counts.samples, counts.positions = int(samples), int(positions)
+        process.synchronize()
+        step.validation.flush()
+        counts.synchronize()
 
-    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with current, unchanged(model), step.squares.attached(), interrupts.watched():
+    with problem.session(), step.method.attached(), interrupts.watched():
         try:
             if enough and counts.batches:
                 counts.stopped = enough(counts)
-            for number, item in enumerate(tracked(data, settings.progress, "Fisher information")):
-                if number % shards != shard or (kept and kept.passes_over(number, item)):
+            for number, item in problem.items(progress=bar, description=options.description):
+                if not number:
+                    counts.first = fingerprint(("batch", item), most=_FINGERPRINTED)
+                if number % shards != shard or (saved and saved.was_done(number, item)):
                     continue
                 if counts.stopped:
                     break
                 with interrupts.held_back():
-                    if kept:
-                        kept.batch_begins(item)
-                    batch = read_batch(item, number).to(device)
-                    outputs = (replay or step)(batch, number)
-                    sums.settle()
-                    samples = counts.running = samples + outputs.samples
-                    positions = positions + outputs.positions
+                    if saved:
+                        saved.begin_batch(item)
+                    batch = problem.read(item, number)
+                    outputs = process(batch)
+                    sums.synchronize()
+                    if not counts.batches:
+                        problem.inspect(batch, outputs)
+                    counts.running_samples = counts.running_samples + outputs.samples
+                    counts.running_positions = counts.running_positions + outputs.positions
                     counts.batches, counts.next = counts.batches + 1, number + 1
                     counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
                     del outputs  # and with it all activations, before the next batch
+                    if reporter:
+                        reporter.batch_done(lambda: counts.progress(relative_error()))
                     counts.stopped = enough(counts) if enough else ""
-                    if kept:
-                        kept.batch_done()
-                        if kept.is_due:
-                            settle()
-                            kept.write()
+                    if saved:
+                        saved.end_batch()
+                        if saved.is_due:
+                            synchronize()
+                            saved.write()
                 if counts.stopped:
                     break
             with interrupts.held_back():
-                settle()
-                if kept:
-                    kept.check_length(number + 1)
-                    kept.write()
+                synchronize()
+                if saved:
+                    saved.check_length(number + 1)
+                    saved.write()
         except BaseException as error:
-            if interrupts.spoiled or (kept is None and keeping.on_interrupt == "raise"):
+            if interrupts.spoiled or (saved is None and options.on_interrupt == "raise"):
                 raise  # where some of a batch has been added, what was written before is still there
-            settle()
-            if kept:
-                kept.write()
-            if not (isinstance(error, KeyboardInterrupt) and keeping.on_interrupt == "return" and counts.batches):
+            synchronize()
+            if saved:
+                saved.write()
+            if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and counts.batches):
                 raise
             counts.stopped = f"interrupted after {counts.batches} batches"
-    counts.passes, counts.ways = step.squares.passes, step.squares.ways()
+    counts.passes, counts.methods, counts.verified = step.method.passes, step.method.methods(), step.method.verified
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
         got = f"{counts.batches} batches" + (f" in shard {shard} of {shards}" if shards > 1 else "")
@@ -134,45 +148,12 @@ def run(
     return counts
 
 
-def _kept(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    settings: Settings,
-    sums: GradientSums,
-    step: Step,
-    counts: Counts,
-    checkpoint: Checkpoint | None,
-) -> Kept | None:
-    """The state of an earlier run of the same kind, if it is to be kept."""
-    if checkpoint is None:
+def _resumed(step: Step, counts: Counts, options: LoopOptions) -> CheckpointedRun | None:
+    """The state of an earlier run of the same kind, if it is written to a file."""
+    if options.checkpoint is None:
         return None
-    assert isinstance(sums, KeepableSums)
-    kept = Kept(checkpoint, identity_of(model, parameters, settings, sums), step, sums, counts)
-    kept.resume()
-    return kept
-
-
-def check_model(model: nn.Module) -> None:
-    """Options of embeddings that change weights in a forward pass, or gradients so that they are not derivatives."""
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        if module.max_norm is not None:
-            advice = "It overwrites weights in the forward pass. Apply it once to the weights, then set it to None."
-            raise ValueError(message("model", "without max_norm", f"max_norm={module.max_norm} at {name!r}", advice))
-        if module.scale_grad_by_freq:
-            advice = "Such gradients are not derivatives. Set it to False; it has no effect on outputs."
-            got = f"scale_grad_by_freq=True at {name!r}"
-            raise ValueError(message("model", "without scale_grad_by_freq", got, advice))
-
-
-def check_data(data: object) -> None:
-    """What is easily handed in instead of an iterable of batches."""
-    one_batch = isinstance(data, Tensor) or (isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data))
-    if one_batch or isinstance(data, Mapping):
-        raise TypeError(message("data", "an iterable of batches", "a single batch", "Put it into a list: [batch]."))
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        advice = "Wrap it: DataLoader(dataset, batch_size=64)."
-        raise TypeError(message("data", "an iterable of batches", "a Dataset of single samples", advice))
-    if not isinstance(data, Iterable):
-        raise TypeError(message("data", "an iterable of batches", type(data).__name__))
+    assert isinstance(step.sums, StatefulSums)
+    identity = identity_of(step.problem, step.settings, step.sums, options.shard)
+    saved = CheckpointedRun(options.checkpoint, identity, step.method, step.sums, counts)
+    saved.resume()
+    return saved

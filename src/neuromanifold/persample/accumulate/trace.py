@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.gradients import Form
-from neuromanifold.persample.sums import Pass
 
 
 class TraceSums:
     """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
-
-    waits = False
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []  # passes of whole batches
@@ -67,7 +65,7 @@ class TraceSums:
             factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
             self.samples_variance += float((factors[:, None] * norms.square()).sum())
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing to decide."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

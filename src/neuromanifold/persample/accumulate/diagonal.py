@@ -6,13 +6,14 @@ import functools
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form
-from neuromanifold.persample.small import LIMIT, SmallSums, own
+from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, own
+from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
 
 # On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
 _CHUNK = 2**18
@@ -23,40 +24,6 @@ _ALL_OF, _ONE_IN = 128, 4
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
 _EARLY = 8  # batches in which gradients may become much larger than before
 _NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
-
-
-class Pass(NamedTuple):
-    """One backward pass: how many times too large its gradients are, and c with Var(g²) <= c E[g⁴].
-
-    The constant may be smaller for squares of single samples than for those of batches; 0: nothing is random.
-    """
-
-    scale: float = 1.0
-    noise: float = 0.0
-    sample_noise: float = 0.0
-    independent: bool = False  # of the other passes of the batch
-
-
-class GradientSums(Protocol):
-    """Takes the gradients of one pass after the other."""
-
-    waits: bool
-    """Whether what several passes have in common may be added up first."""
-
-    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Take the gradients of one pass, of a batch as a whole; None stands for zero."""
-
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Take gradients of single samples with respect to parameter number i; autograd must not be recording."""
-
-    def end_pass(self) -> None:
-        """All gradients of a pass have been added."""
-
-    def end_batch(self) -> None:
-        """All passes of a batch have been added."""
-
-    def settle(self) -> None:
-        """Between batches: read back what is needed, and decide what is done with the next one."""
 
 
 class Tally(NamedTuple):
@@ -84,8 +51,6 @@ class DiagonalSums:
     each parameter's first gradient; `noise` takes the unit out again.
     """
 
-    waits = True
-
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
         count = len(parameters)
         self._parameters = parameters
@@ -94,13 +59,14 @@ class DiagonalSums:
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
         self._small = SmallSums()
+        self._products: dict[int, SquaredProduct] = {}  # what several passes of a batch have in common
         self._sizes: dict[int, Tensor] = {}  # about how large gradients are now, to be looked at later
         self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
         self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
         self._takes = True  # fourth powers of this batch, also where they cost much
         self._changes = 0  # of units
-        self.recording = False
-        """Whether work is being recorded, so that nothing can be read back."""
+        self.capturing = False
+        """Whether a CUDA graph is being captured, so that nothing can be read back."""
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -116,7 +82,7 @@ class DiagonalSums:
             torch._foreach_addcmul_(squares, values, values)
             return
         look = self._look(values[0].device)
-        if look == "now" or not (self.recording or all(self._units[i] for i in used)):
+        if look == "now" or not (self.capturing or all(self._units[i] for i in used)):
             for i, size in zip(used, _read(_sizes(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
@@ -133,6 +99,11 @@ class DiagonalSums:
             noise = made_by.sample_noise if self._keeps else 0.0
             self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
             return
+        if made_by.more and isinstance(form, Product) and form.single:
+            if i not in self._products:
+                self._products[i] = SquaredProduct.of(form, _precise(self._parameters[i]))
+            self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
+            return
         squares = self._square(i)
         self._seen[i] += form.samples
         self._of_batch = form.samples
@@ -142,7 +113,7 @@ class DiagonalSums:
             return
         self._taken[i] += form.samples
         look = self._look(form.device)
-        if look == "now" or not (self.recording or self._units[i]):
+        if look == "now" or not (self.capturing or self._units[i]):
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
@@ -155,11 +126,11 @@ class DiagonalSums:
         Reading values back makes a GPU wait: there they are read after the batch, all together.
         """
         early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
-        if self.recording or not (early or rare):
+        if self.capturing or not (early or rare):
             return "never"
         return "later" if device.type == "cuda" else "now"
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Raise units, and decide whether the next batch's fourth powers are taken where they cost much.
 
         An error bar need not be as exact as what it belongs to.  They are taken of the first samples, and then of one
@@ -210,7 +181,7 @@ class DiagonalSums:
     def forget(self) -> None:
         """Drop what was taken of a batch that has not come to its end."""
         self._small.forget()
-        self._sizes = {}
+        self._sizes, self._products = {}, {}
 
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow.
@@ -243,8 +214,12 @@ class DiagonalSums:
         """Square what is small."""
         self._small.flush()
 
+    @torch.no_grad()
     def end_batch(self) -> None:
-        """Square what is small."""
+        """Square what has waited."""
+        products, self._products = self._products, {}
+        for i, product in products.items():
+            self.add_samples(i, product, Pass(sample_noise=1.0))
         self._small.flush()
 
     @property
@@ -305,9 +280,12 @@ def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
     return values
 
 
+def _precise(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
 def _zeros_like(parameter: Tensor) -> Tensor:
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    return torch.zeros(parameter.shape, dtype=_precise(parameter), device=parameter.device)
 
 
 def _power_of_two_near(rms: float) -> float:

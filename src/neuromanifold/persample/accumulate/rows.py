@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.gradients import Form
-from neuromanifold.persample.sums import Pass
 
 
 class GradientRows:
@@ -16,8 +16,6 @@ class GradientRows:
 
     Parameters that no rule does come as one gradient for each sample, one after the other.
     """
-
-    waits = False
 
     def __init__(
         self,
@@ -71,5 +69,5 @@ class GradientRows:
         if self.after_batch is not None:
             self.after_batch()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing waits."""

@@ -1,0 +1,184 @@
+"""Per-sample gradients of one model, one forward pass after the other.
+
+engine = PerSampleGradients(model, parameters)
+with engine.attached():
+    for batch in data:
+        while True:
+            if engine.needs_reference:                      first batch, a new kind of graph, and now and then
+                reference = engine.reference(model(batch))  ordinary autograd, no hooks
+            with engine.capturing():
+                logits = model(batch)
+            backward = engine.plan(logits, reference)
+            if backward is not None:                        else forward has to be repeated
+                break
+        backward(logits, cotangent, accumulator, ...)       one backward pass (backward.py)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.persample.backward import PerSampleBackward
+from neuromanifold.persample.hooks import Hooks
+from neuromanifold.persample.plan import Plan, Uses, discover
+from neuromanifold.persample.verify import Reference, Verification, make_plan
+
+_EVERY = 16  # batches between two looks at a flag on a GPU
+
+
+class VerificationError(RuntimeError):
+    """Per-sample gradients that were verified on an earlier batch are wrong on a later one of the same kind."""
+
+
+class PerSampleGradients:
+    """Captures forward passes of a model and keeps a verified plan for each kind of graph.
+
+    A plan is verified with the first batch of its kind, and with every batch if the samples cannot be followed through
+    the graph.  Besides, batches 0, 2, 16, 128, ... of a run are verified whatever is known about them.
+    """
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], batch_dim: int = 0) -> None:
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.hooks, self._batch_dim = Hooks(model, self.parameters), batch_dim
+        self.remaining: set[int] = set()
+        """Parameters that autograd has given gradients of, summed over the batch."""
+        self.verified = 0
+        """How many batches were verified."""
+        self.excluded: frozenset[int] = frozenset()
+        self.may_synchronize = True
+        """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
+        self._plans: dict[int, Plan] = {}
+        self._batches = 0
+        self._required = True  # a reference, for the next forward pass
+        self._late: Tensor | None = None  # whether gradients have come to a use that could not be verified
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks on the model's modules while inside."""
+        with self.hooks.attached():
+            yield
+            self._warn_if_late()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the next forward pass is to be verified, against the gradients of one without hooks."""
+        return self._required
+
+    @property
+    def every_batch(self) -> bool:
+        """Whether some kind of graph seen so far has to be verified with every batch."""
+        return any(not plan.followed for plan in self._plans.values())
+
+    def reference(self, logits: Tensor) -> Reference:
+        """Differentiate the logits of a forward pass without hooks; its graph is freed."""
+        return Reference.of(logits, self.parameters)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture the calls of modules with a rule inside."""
+        self.hooks.release()
+        with self.hooks.capturing(self.excluded):
+            yield
+
+    def require_reference(self) -> None:
+        """Verify the next forward pass."""
+        self._required = True
+
+    def exclude_all(self) -> None:
+        """Leave all parameters to autograd."""
+        self.excluded = frozenset(range(len(self.parameters)))
+
+    def plan(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
+        """Return how to differentiate a captured forward pass; None if it has to be repeated.
+
+        It has to if there is no plan yet for its kind and no reference was given, or if parameters were captured that
+        have turned out to have no per-sample gradients that pass the verification.
+        """
+        uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
+        if not uses.samples or not self.hooks.modules and not uses.found:
+            return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.found}, self.excluded, True))
+        known = self._plans.get(uses.signature)
+        if reference is None:
+            if known is None or not known.followed or uses.unsupported:
+                self._required = True
+                return None
+            return self._ready(uses, known)
+        if known is not None and known.followed and not uses.unsupported:
+            plan = self._verified_again(uses, known, logits, reference)
+        else:
+            plan = make_plan(uses, logits, reference, self.hooks, self.parameters, self.excluded)
+        if plan.excluded - self.excluded:
+            self.excluded = plan.excluded
+            return None
+        self.verified += 1
+        self._plans[uses.signature] = plan
+        return self._ready(uses, plan)
+
+    def methods(self, whole: str, single: str = "sample") -> list[str]:
+        """Return how each parameter was done: `whole` for those that autograd gave gradients of."""
+        return [whole if i in self.remaining else single for i in range(len(self.names))]
+
+    def end_batch(self) -> None:
+        """Let go of the last forward pass, and decide whether the next one is verified."""
+        self.hooks.release()
+        self._batches += 1
+        self._required = _is_due(self._batches) or self._came_late() or self.every_batch
+
+    def state(self) -> dict[str, Any]:
+        """Return what has been found out about the model, as JSON can hold it; plans are made anew."""
+        late = self._late is not None and bool(self._late)
+        found = {"excluded": sorted(self.excluded), "remaining": sorted(self.remaining)}
+        return found | {"batches": self._batches, "verified": self.verified, "late": late}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self.excluded, self.remaining = frozenset(state["excluded"]), set(state["remaining"])
+        self._batches, self.verified = state["batches"], state["verified"]
+        if state["late"]:
+            self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
+
+    def _ready(self, uses: Uses, plan: Plan) -> PerSampleBackward:
+        self.remaining |= set(uses.remaining)
+        if plan.unverified and self._late is None:
+            self._late = torch.zeros((), dtype=torch.bool, device=self.parameters[0].device)
+        return PerSampleBackward(self.hooks, self.parameters, uses, plan, self._late)
+
+    def _verified_again(self, uses: Uses, plan: Plan, logits: Tensor, reference: Reference) -> Plan:
+        """Verify a plan that has been used before."""
+        check = Verification(uses, plan, logits, reference, self.hooks, self.parameters)
+        if check.failed:
+            names = ", ".join(self.names[i] for i in sorted(check.failed)[:3])
+            text = f"The per-sample gradients of {names} were right on an earlier batch and are wrong on this one, "
+            text += "which has the same shapes: the model treats batches differently, or gradients that were zero came "
+            text += "to rows that are not the samples. Leave these parameters out with `parameters`, begin with a "
+            raise VerificationError(text + "batch that shows the difference, or use granularity='batch' (random probes).")
+        unverified = plan.unverified & check.zero
+        if self._late is not None and not unverified:
+            self._late.zero_()
+        return Plan(plan.layouts, plan.excluded, plan.followed, unverified)
+
+    def _came_late(self) -> bool:
+        """Whether gradients have come to a use at which there were only zeros when it was verified."""
+        if self._late is None or not self.may_synchronize:
+            return False
+        is_read = self._late.device.type == "cpu" or self._batches % _EVERY == 0
+        return is_read and bool(self._late)
+
+    def _warn_if_late(self) -> None:
+        if self._late is not None and bool(self._late):
+            text = "Gradients that were zero when per-sample gradients were verified came only with later batches, so "
+            text += "that they could not be verified. To be sure, begin with a batch in which they are not zero."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _is_due(batch: int) -> bool:
+    """Whether a batch is verified in any case: 0, 2, 16, 128, 1024, ..."""
+    while batch > 2 and batch % 8 == 0:
+        batch //= 8
+    return batch in (0, 2)

@@ -1,0 +1,205 @@
+"""Two methods for Σ_x (Jᵀu(x))²: squares of each sample's gradient, or of whole batches' gradients."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuromanifold.estimators import Estimator, Exact
+from neuromanifold.persample.accumulate import GradientSums, Pass
+from neuromanifold.persample.backward import PerSampleBackward
+from neuromanifold.persample.batch import BatchBackward
+from neuromanifold.persample.engine import PerSampleGradients
+from neuromanifold.persample.scaling import HalfPrecisionScale, involves_half
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
+from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.suspicions import callers_level
+from neuromanifold.run.forward import captured_forward
+from neuromanifold.run.granularity import Granularity, SlowPathWarning
+
+
+class Method(ABC):
+    """Takes batches, and the cotangents of each."""
+
+    passes = 0
+    """Backward passes so far."""
+    verified = 0
+    """Batches whose per-sample gradients were verified against autograd."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Outputs:
+        """Run the model on a batch."""
+
+    @abstractmethod
+    def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
+        """Send all cotangents of the batch back, and hand their gradients to an accumulator."""
+
+    @abstractmethod
+    def methods(self) -> list[str]:
+        """Return how each parameter was done: "sample", "batch", or "sample, one by one"."""
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Do what has to be done to the model, for as long as it lasts."""
+        return nullcontext()
+
+    def end_batch(self) -> None:
+        """Let go of the batch."""
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the rest of a run depends on, as JSON can hold it."""
+        return {"passes": self.passes}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self.passes = state["passes"]
+
+
+class PerBatch(Method):
+    """(Σ_x Jᵀu(x))² by one ordinary backward pass, for any module."""
+
+    def __init__(self, problem: Problem, estimator: Estimator) -> None:
+        self._problem, self._estimator = problem, estimator
+        half = involves_half(problem.model.parameters(), problem.device)
+        self._backward = BatchBackward(list(problem.parameters.values()), half)
+
+    def forward(self, batch: Batch) -> Outputs:
+        return self._problem.evaluate(batch, self._estimator)
+
+    def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
+        for cotangent in cotangents:
+            gradients, scale = self._backward(outputs.logits, cotangent.values, keep_graph=cotangent.left > 1)
+            sums.add(gradients, Pass(scale, cotangent.noise))
+            sums.end_pass()
+            self.passes += 1
+
+    def methods(self) -> list[str]:
+        return ["batch"] * len(self._problem.parameters)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "exponent": self._backward.scale.exponent}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self._backward.scale.exponent = state["exponent"]
+
+
+class PerSample(Method):
+    """Σ_x (Jᵀu(x))² for the parameters whose per-sample gradients are verified.
+
+    The others: the square of the same backward pass's gradient of the whole batch, where the probe is centred and
+    `granularity` is "auto"; else one backward pass for each sample, with one warning that names them.
+    """
+
+    def __init__(self, problem: Problem, estimator: Estimator, granularity: Granularity) -> None:
+        self._problem, self._estimator = problem, estimator
+        self.engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim)
+        self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
+        self._positions_apart = isinstance(estimator, Exact)
+        self._mixes = estimator.centred and granularity == "auto"
+        self._vectorizes = True  # as far as is known, several cotangents can be sent back in one pass
+        self._backward: PerSampleBackward | None = None
+        self._warned: set[int] = set()
+
+    @property
+    def verified(self) -> int:  # type: ignore[override]
+        return self.engine.verified
+
+    def attached(self) -> AbstractContextManager[None]:
+        return self.engine.attached()
+
+    def forward(self, batch: Batch) -> Outputs:
+        outputs, self._backward = captured_forward(self._problem, batch, self.engine, self._estimator)
+        if not self._mixes:
+            self._warn_if_slow()
+        return outputs
+
+    def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
+        """Several cotangents in one pass where they are small and the model allows it."""
+        logits, backward = outputs.logits, self._backward
+        assert backward is not None
+        if not len(logits):
+            return  # an empty batch, of which nothing can be learnt
+        apart = self._scale.is_needed(logits) or (self._positions_apart and logits.ndim > 2) or not self._vectorizes
+        while group := list(islice(cotangents, 1)):
+            at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
+            group.extend(islice(cotangents, at_once - 1))
+            if len(group) > 1 and self._vectorizes:
+                made_by = [self._pass(one, 1.0, more=True) for one in group]
+                stacked = torch.stack([one.values for one in group])
+                self._vectorizes = backward.together(logits, stacked, sums, made_by)
+                if self._vectorizes:
+                    self._end_passes(sums, len(group))
+                    continue
+            for one in group:
+                self._add_one(outputs, one, sums, backward)
+
+    def end_batch(self) -> None:
+        self._backward = None
+        self.engine.end_batch()
+
+    def methods(self) -> list[str]:
+        return self.engine.methods("batch" if self._mixes else "sample, one by one")
+
+    def state(self) -> dict[str, Any]:
+        found = {"engine": self.engine.state(), "exponent": self._scale.exponent, "vectorizes": self._vectorizes}
+        return super().state() | found
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.engine.set_state(state["engine"])
+        self._scale.exponent, self._vectorizes = state["exponent"], state["vectorizes"]
+
+    def _add_one(self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward) -> None:
+        """One pass; for fixed columns one for each position, and for each sample where there are no rules."""
+        logits, alone = outputs.logits, [] if self._mixes else backward.uses.remaining
+        pieces = by_position(cotangent.values, outputs.valid) if self._positions_apart else iter([cotangent.values])
+        for piece in pieces:
+            keep = cotangent.left > 1 or self._positions_apart or bool(alone)
+            scale = self._scale_of(logits, piece, backward)
+            made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
+            gradients = backward(logits, values, sums, made_by, keep_graph=keep)
+            if self._mixes:
+                sums.add(gradients, made_by)
+            one_sample = made_by._replace(noise=made_by.sample_noise)
+            for single in by_sample(values) if alone else ():
+                sums.add(backward.remaining_gradients(logits, single, alone), one_sample)
+                self.passes += 1
+            self._end_passes(sums, 1)
+
+    def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
+        independent = self._estimator.independent_passes
+        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more or cotangent.left > 1)
+
+    def _end_passes(self, sums: GradientSums, count: int) -> None:
+        self.passes += count
+        sums.end_pass()
+
+    def _scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
+        def attempt(scaled: Tensor, checked: bool) -> bool | None:
+            return True if not checked or backward.is_finite(logits, scaled) else None
+
+        return self._scale.fit(logits, cotangent, attempt)[1] if self._scale.is_needed(logits) else 1.0
+
+    def _warn_if_slow(self) -> None:
+        new = [self.engine.names[i] for i in sorted(self.engine.remaining - self._warned)]
+        if not new:
+            return
+        self._warned |= self.engine.remaining
+        shown = ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
+        text = f"No per-sample rule covers {shown}: these take one backward pass for each sample, which is exact but "
+        text += "slow. Leave them out with `parameters`, write a rule (nm.rule), or use an estimator with random probes."
+        warnings.warn(text, SlowPathWarning, stacklevel=callers_level())
+
+
+def make_method(problem: Problem, estimator: Estimator, granularity: Granularity) -> Method:
+    """Return the method for a granularity: whole batches only if asked for."""
+    return PerBatch(problem, estimator) if granularity == "batch" else PerSample(problem, estimator, granularity)
