@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from neuromanifold.core.checks import message
-from neuromanifold.results.files import FileError, load_json, save_json
+from neuromanifold.results.files import reads, save_json
 from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.scaling import Scalable
 
 Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
-class TraceEstimate:
-    """tr F with its standard error (of the probes' noise; the data are taken as given)."""
+class TraceEstimate(Scalable):
+    """tr F with its standard error (of the probes' noise; the data are taken as given): what every `.trace` returns.
+
+    What is stored is the sum over samples and their number; `reduction` chooses what `value` and `stderr` show, "mean"
+    (per sample) or "sum".  It converts to a float, and formats as one: f"{fim.trace:.3f}".
+    """
 
     sum: float  # over the samples
     noise: float  # standard error of the sum
@@ -37,6 +44,9 @@ class TraceEstimate:
     def __float__(self) -> float:
         return self.value
 
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)
+
     def __str__(self) -> str:
         per = "per sample" if self.reduction == "mean" else "in all"
         return f"tr F = {self.value:.6g} ± {self.stderr:.2g} {per} ({self.count} samples, {self.provenance.estimator})"
@@ -44,33 +54,33 @@ class TraceEstimate:
     def __add__(self, other: TraceEstimate) -> TraceEstimate:
         if not isinstance(other, TraceEstimate):
             return NotImplemented
+        provenance = self.provenance.plus(other.provenance)
         shared = self.noise * other.noise > 0 and self.provenance.shares_noise_with(other.provenance)
         return replace(
             self,
             sum=self.sum + other.sum,
             noise=self.noise + other.noise if shared else math.hypot(self.noise, other.noise),
             count=self.count + other.count,
-            provenance=self.provenance.plus(other.provenance),
+            provenance=provenance,
         )
 
-    def __radd__(self, other: object) -> TraceEstimate:
-        return self if other == 0 else NotImplemented  # so that sum(...) works
+    def _times(self, factor: float) -> TraceEstimate:
+        scaled = self.provenance.times(factor)
+        return replace(self, sum=factor * self.sum, noise=factor * self.noise, provenance=scaled)
 
     def save(self, path: str | Path) -> None:
-        """Write to a JSON file, all or nothing."""
+        """Write to a JSON file, all or nothing; `nm.load` reads it."""
         save_json(path, "trace", asdict(self))
 
 
-def load_trace(path: str | Path) -> TraceEstimate:
-    """Read what `TraceEstimate.save` wrote."""
-    values = load_json(path)
-    try:
-        provenance = values["provenance"]
-        assert isinstance(provenance, dict)
-        numbers = {key: values[key] for key in ("sum", "noise", "count", "reduction")}
-        return TraceEstimate(**numbers, provenance=Provenance.from_dict(provenance))  # type: ignore[arg-type]
-    except (KeyError, TypeError, AssertionError) as error:
-        raise FileError(f"{path} is not the trace of a Fisher information, or is damaged ({error!r}).") from error
+@reads("trace")
+def trace_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> TraceEstimate:
+    """The trace that `TraceEstimate.save` wrote."""
+    del tensors
+    total, noise, count = float(head["sum"]), float(head["noise"]), int(head["count"])
+    return TraceEstimate(
+        total, noise, count, Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"])
+    )
 
 
 def trace_from_passes(
@@ -110,7 +120,7 @@ def _sample_variance(values: list[float]) -> float:
 
 
 def check_reduction(reduction: str) -> Reduction:
-    """'mean' (per sample) or 'sum' (over samples)."""
+    """The reduction, if it is "mean" (per sample) or "sum" (over samples)."""
     if reduction not in ("mean", "sum"):
         raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
     return "mean" if reduction == "mean" else "sum"

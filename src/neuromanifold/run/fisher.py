@@ -18,7 +18,7 @@ from neuromanifold.persample.sums import DiagonalSums
 from neuromanifold.persample.trace_sums import TraceSums
 from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.problem.parameters import Selection, plain_name, select_parameters, tied_names
 from neuromanifold.problem.progress import Lookout, Observer
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.trace import check_reduction, trace_from_passes
@@ -230,7 +230,9 @@ def make_provenance(
         likelihood=getattr(settings.likelihood, "__name__", repr(settings.likelihood)),
         granularity=dict(zip(chosen, counts.ways, strict=True)),
         seeds=[settings.seed] if settings.estimator.noise_factor else [],
+        noise_factor=settings.estimator.noise_factor,
         draws=[[settings.seed, settings.shard[0], counts.next, settings.shard[1]]],
+        data_fingerprints=[counts.first] if counts.first else [],
         batches=counts.batches,
         passes=counts.passes,
         model=f"{type(model).__name__} with {size:,} parameters",
@@ -240,4 +242,6 @@ def make_provenance(
         stopped=counts.stopped,
         versions={"neuromanifold": __version__, "torch": str(torch.__version__)},
         weights=fingerprint(*chosen.items(), most=_LOOKED_AT),
+        frozen=[plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        tied=tied_names(model),
     )

@@ -20,12 +20,15 @@ from torch.utils.data import Dataset, IterableDataset
 from neuromanifold.core.checks import message
 from neuromanifold.persample.sums import GradientSums
 from neuromanifold.problem.batches import model_device, read_batch
+from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.progress import Seen, tracked
 from neuromanifold.problem.unchanged import unchanged
 from neuromanifold.run.checkpoint import Checkpoint, KeepableSums, Kept, identity_of
 from neuromanifold.run.graphs import Replay
 from neuromanifold.run.interrupts import Interrupts, OnInterrupt
 from neuromanifold.run.step import Settings, Step
+
+_LOOKED_AT = 2**13  # numbers of each tensor of a batch, for its fingerprint
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Counts:
     dtype: str = ""
     stopped: str = ""
     ways: list[str] = field(default_factory=list)  # how each parameter was done
+    first: str = ""  # a fingerprint of batch 0 of the data, whichever shard this is
     next: int = 0  # the number, in the data, of the batch after the last one
     running: int | Tensor = 0  # samples, perhaps still on their way on a GPU
 
@@ -89,6 +93,8 @@ def run(
             if enough and counts.batches:
                 counts.stopped = enough(counts)
             for number, item in enumerate(tracked(data, settings.progress, "Fisher information")):
+                if not number:
+                    counts.first = fingerprint(("batch", item), most=_LOOKED_AT)
                 if number % shards != shard or (kept and kept.passes_over(number, item)):
                     continue
                 if counts.stopped:
