@@ -240,7 +240,7 @@ def test_bad_input() -> None:
     other_order = Layout(dict(reversed(LOW.layout.shapes.items())))
     with pytest.raises(ValueError, match="factors of the same parameters"):
         LOW + nm.FisherFactors(LOW.rows, other_order, 64, LOW.provenance)
-    with pytest.raises(KeyError, match="No parameter '3.weight' in this result: did you mean '2.weight'"):
+    with pytest.raises(KeyError, match=r"No parameter '3.weight' in this result: did you mean '2.weight'"):
         LOW.block("3.weight")
     with pytest.raises(ValueError, match="`patterns` must be"):
         LOW.filter("nothing.*")
