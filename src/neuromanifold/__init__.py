@@ -17,7 +17,7 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
-from neuromanifold.operators import FisherFactors, FisherMatrix, load
+from neuromanifold.operators import FisherFactors, FisherMatrix
 from neuromanifold.operators.factors import fisher_factors
 from neuromanifold.operators.matrix import fisher_matrix
 from neuromanifold.operators.metric import NotConvergedWarning
@@ -30,7 +30,9 @@ from neuromanifold.results import (
     Comparison,
     DiagonalFisher,
     FileError,
+    Provenance,
     TraceEstimate,
+    load,
 )
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
@@ -84,6 +86,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "FisherOperator",
     "NetworkBounds",
     "NotConvergedWarning",
+    "Provenance",
     "TraceEstimate",
     "load",
     # version

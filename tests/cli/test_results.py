@@ -96,7 +96,7 @@ def test_files_that_are_no_results(files: list[Path], tmp_path: Path, command: s
     second = [files[0]] if command == "compare" else []
     whole, broken = files[0].read_bytes(), tmp_path / "broken.safetensors"
     broken.write_bytes(whole[: len(whole) // 2])
-    assert "or is damaged" in bad(command, broken, *second)
+    assert "truncated or damaged" in bad(command, broken, *second)
     assert "No file" in bad(command, tmp_path / "none.safetensors", *second)
     torch.save({"a": 1}, tmp_path / "pickle.pt")
     assert "is a pickle" in bad(command, tmp_path / "pickle.pt", *second)

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import neuromanifold as nm
 from neuromanifold.diagnostics import forecast as module
 from neuromanifold.diagnostics import memory
-from neuromanifold.diagnostics.forecast import duration, largest_batch, size
+from neuromanifold.diagnostics.forecast import duration, largest_batch
 from neuromanifold.diagnostics.memory import PeakMemory, largest_that_fits
+from neuromanifold.results.files import byte_size
 from tests.problems.networks import PROBLEMS
 from tests.problems.problem import Net
 from tests.run.test_contract import MODEL, batches
@@ -162,7 +163,7 @@ def test_durations(seconds: float, text: str) -> None:
     ("count", "text"), [(12, "12 bytes"), (3200, "3.2 kB"), (5e6, "5 MB"), (7.25e9, "7.25 GB"), (1e12, "1 TB")]
 )
 def test_sizes(count: float, text: str) -> None:
-    assert size(count) == text
+    assert byte_size(count) == text
 
 
 def test_bad_arguments_are_named() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch import Tensor
 from neuromanifold.bounds.network import Terms
 from neuromanifold.bounds.norms import Norm
 from neuromanifold.core.checks import integer_in_range
-from neuromanifold.results import DiagonalFisher, FileError, Provenance
-from neuromanifold.results.files import load_tensors, save_tensors
+from neuromanifold.results import DiagonalFisher, Provenance
+from neuromanifold.results.files import reads, save_tensors
 from neuromanifold.results.trace import Reduction, check_reduction
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class NetworkBounds:
         return plot_rows(self.rows)
 
     def save(self, path: str | Path) -> None:
-        """Write everything but the diagonals (which have a `save` of their own) to a safetensors file."""
+        """Write all but the diagonals (which have a `save` of their own) to a safetensors file; `nm.load` reads it."""
         norms = {"upper_error": self.actual.upper_error, "empirical_error": self.actual.empirical_error}
         texts = {
             "actual": json.dumps({**norms, "lower_errors": self.actual.lower_errors, "how": self.actual.how}),
@@ -170,24 +170,6 @@ class NetworkBounds:
             "provenance": self.provenance.to_json(),
         }
         save_tensors(path, self.terms._asdict(), "bounds", texts)
-
-    @classmethod
-    def load(cls, path: str | Path) -> NetworkBounds:
-        """Read what `save` wrote."""
-        tensors, head = load_tensors(path)
-        try:
-            values = json.loads(head["actual"])
-            lower = {int(rank): Norm(*norm) for rank, norm in values["lower_errors"].items()}
-            upper, empirical = (
-                None if values[name] is None else Norm(*values[name]) for name in ("upper_error", "empirical_error")
-            )
-            count, classes, rank, has_labels, reduction = json.loads(head["numbers"])
-            costs = tuple(Cost(*cost) for cost in json.loads(head["costs"]))
-            terms, actual = Terms(**tensors), Actual(upper, lower, empirical, values["how"])
-            provenance, view = Provenance.from_json(head["provenance"]), check_reduction(reduction)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path} does not hold bounds of a network, or is damaged ({error!r}).") from error
-        return cls(terms, actual, None, count, classes, rank, costs, provenance, has_labels, view)
 
     def to_dict(self) -> dict[str, object]:
         """The table and what it cost, as JSON can hold it."""
@@ -243,6 +225,21 @@ class NetworkBounds:
         found.append(Row("Prop. 10", "Σ_x worst ‖F - F^emp‖_σ", _total(t.worst_bound), worst, None))
         found.append(Row("  centred", "Σ_x worst ‖F - F^emp‖_σ", _total(t.worst_centred), worst, None))
         return found
+
+
+@reads("bounds")
+def bounds_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> NetworkBounds:
+    """The bounds that `NetworkBounds.save` wrote, without diagonals."""
+    values = json.loads(head["actual"])
+    lower = {int(rank): Norm(*norm) for rank, norm in values["lower_errors"].items()}
+    upper, empirical = (
+        None if values[name] is None else Norm(*values[name]) for name in ("upper_error", "empirical_error")
+    )
+    count, classes, rank, has_labels, reduction = json.loads(head["numbers"])
+    costs = tuple(Cost(*cost) for cost in json.loads(head["costs"]))
+    terms, actual = Terms(**tensors), Actual(upper, lower, empirical, values["how"])
+    provenance, view = Provenance.from_json(head["provenance"]), check_reduction(reduction)
+    return NetworkBounds(terms, actual, None, count, classes, rank, costs, provenance, has_labels, view)
 
 
 def _total(values: Tensor) -> float:

@@ -56,7 +56,7 @@ def fisher_bounds(
     reduction: str = "mean",
     diagonals: bool = True,
     actual: ActualNorms = "auto",
-    memory: int | None = None,
+    max_bytes: int | None = None,
     seed: int = 0,
     progress: bool = False,
     class_dim: int = -1,
@@ -79,8 +79,8 @@ def fisher_bounds(
         actual: norms of sums over all x: "exact", from inner products between all samples, for N·C up to some thousand;
             "estimate", by random products, for which the data are gone through again; "none"; or "auto", exact while
             N·C <= 3000 and the gradients that must be kept take less than 256 MB, else estimated.
-        memory: how many bytes the gradients of several classes may take at a time; more take fewer passes.  None: about
-            as much as an ordinary backward pass takes.
+        max_bytes: how much memory the gradients of several classes may take at a time; more take fewer passes.  None:
+            about as much as an ordinary backward pass takes.
         seed: of the estimates.
         progress: show a progress bar on standard error.
         class_dim: which dimension of the logits holds the classes.
@@ -95,8 +95,8 @@ def fisher_bounds(
     if not isinstance(diagonals, bool):
         raise TypeError(message("diagonals", "True or False", repr(diagonals)))
     rank = integer_in_range(rank, "rank", 1, 10**9, "the lower bound has 1 to C - 1 eigenvectors")
-    if memory is not None:
-        memory = integer_in_range(memory, "memory", 1, 2**60, "bytes")
+    if max_bytes is not None:
+        max_bytes = integer_in_range(max_bytes, "max_bytes", 1, 2**60, "memory for gradients")
     view, chosen = check_reduction(reduction), select_parameters(model, parameters)
     settings = make_settings(Exact(), likelihood, "sample", seed, class_dim, batch_dim, ignore_index, progress)
     check_data(data)
@@ -104,7 +104,7 @@ def fisher_bounds(
         advice = "Each product goes through the data again. Pass list(data), or actual='auto'."
         raise TypeError(message("data", "a list or a DataLoader where actual='estimate'", "a generator", advice))
     check_model(model)
-    work = _Work(model, chosen, settings, rank, diagonals, actual, memory)
+    work = _Work(model, chosen, settings, rank, diagonals, actual, max_bytes)
     work.go_through(data)
     norms = work.norms(data)
     made_by = {
@@ -151,7 +151,7 @@ class _Work:
         rank: int,
         diagonals: bool,
         actual: ActualNorms,
-        memory: int | None,
+        max_bytes: int | None,
     ) -> None:
         self.model, self.parameters, self.settings, self.rank, self.actual = model, parameters, settings, rank, actual
         self.counts, self.device = Counts(), model_device(model)
@@ -168,8 +168,8 @@ class _Work:
         self._step = Step(model, parameters, settings, sums, self.device)
         self._squares = _Squares(model, parameters, sums, settings.batch_dim)
         self._step.squares = self._squares
-        self.pullback, self.memory = self._squares.pullback, memory
-        self.pullback.budget = memory
+        self.pullback, self.max_bytes = self._squares.pullback, max_bytes
+        self.pullback.budget = max_bytes
 
     def go_through(self, data: Iterable[object]) -> None:
         """Once."""
@@ -178,7 +178,7 @@ class _Work:
             for number, item in enumerate(tracked(data, self.settings.progress, "Fisher bounds")):
                 self._take(read_batch(item, number).to(self.device), number)
                 self.counts.batches, self.counts.next = number + 1, number + 1
-                self.pullback.budget = self.memory
+                self.pullback.budget = self.max_bytes
         self._step.validation.finish()
         self.counts.ways = self._squares.ways()
         self.counts.passes = sum(passes for passes, _ in self.costs.values())
@@ -190,7 +190,7 @@ class _Work:
     def _take(self, batch: Batch, number: int) -> None:
         """One batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
         outputs = self._step.forward(batch, number)
-        logits, budget = outputs.logits.detach(), self.pullback.ordinary if self.memory is None else self.memory
+        logits, budget = outputs.logits.detach(), self.pullback.ordinary if self.max_bytes is None else self.max_bytes
         samples = max(1, len(logits) * budget // max(1, logits.shape[-1] * self.pullback.outputs))
         if samples < len(logits) and self.settings.batch_dim == 0:
             del outputs

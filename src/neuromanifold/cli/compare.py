@@ -9,11 +9,11 @@ from typing import Annotated
 import torch
 import typer
 
-from neuromanifold.cli.files import read_diagonal
 from neuromanifold.cli.output import output_console, print_line, print_table
 from neuromanifold.core.checks import message
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare as compare_entries
+from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.results.summary import components
 
 HEADER = ("component", "parameters", "RelMAE", "scale", "cosine", "rank corr.", "within 2")
@@ -34,7 +34,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two results entry by entry: relative error, scale, cosine, rank correlation, for each component."""
-    a, b = (read_diagonal(path).mean for path in (file, reference))
+    a, b = (load_diagonal(path).mean for path in (file, reference))
     if parameters:
         a, b = a.filter(*parameters), b.filter(*parameters)
     differ = sorted({name for name in {*a, *b} if name not in a or name not in b or a[name].shape != b[name].shape})

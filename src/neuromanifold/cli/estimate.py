@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.hf import LoadedModel
 from neuromanifold.problem.parameters import select_parameters
 from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.files import check_destination
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
 
@@ -155,11 +155,7 @@ def named(result: DiagonalFisher, model: LoadedModel, data: str) -> DiagonalFish
 def _check_space(output: Path, model: LoadedModel, parameters: list[str] | None) -> None:
     """Said before the run, and not after hours: the result takes eight bytes for each parameter."""
     entries = sum(parameter.numel() for parameter in select_parameters(model.module, parameters).values())
-    need, free = 8 * entries, shutil.disk_usage(output.absolute().parent).free
-    if need > free:
-        got = f"{free / 1e6:,.0f} MB in {output.absolute().parent}"
-        advice = "Make room, write elsewhere, or choose fewer --parameters."
-        raise ValueError(message("output", f"where {need / 1e6:,.0f} MB are free", got, advice))
+    check_destination(output, 8 * entries)
 
 
 def _report(result: DiagonalFisher, output: Path, checkpoint: Path | None) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from neuromanifold.cli.files import read_diagonal
 from neuromanifold.cli.options import check_output
 from neuromanifold.report.page import write_page
+from neuromanifold.results.diagonal import load_diagonal
 
 
 def report(
@@ -19,7 +19,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a Fisher diagonal, or about several side by side."""
     check_output(output, *files)
-    results = [read_diagonal(path) for path in files]
+    results = [load_diagonal(path) for path in files]
     written = write_page(output, results, [path.stem for path in files] if len(files) > 1 else None)
     megabytes = written.stat().st_size / 1e6
     Console().print(f"Page: {written} ({megabytes:.1f} MB, needs no network)", markup=False, soft_wrap=True)

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from neuromanifold.cli.files import read_result
 from neuromanifold.cli.output import output_console, print_line, print_table
-from neuromanifold.results import DiagonalFisher
+from neuromanifold.results import DiagonalFisher, load
 from neuromanifold.results.summary import HEADER, summarized
 
 
@@ -26,7 +25,7 @@ def show(
     each: Annotated[bool, typer.Option("--each", help="A row for each parameter instead of each component.")] = False,
 ) -> None:
     """Show a result: a row for each component of the network, with its standard error, and where it comes from."""
-    result, console = read_result(file), output_console()
+    result, console = load(file), output_console()
     if not isinstance(result, DiagonalFisher):
         console.print(str(result), markup=False, highlight=False, soft_wrap=True)
         return

@@ -29,6 +29,7 @@ from neuromanifold.estimators import Estimator
 from neuromanifold.problem.batches import model_device, read_batch
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.files import byte_size
 from neuromanifold.run.fisher import Likelihood, fisher_diagonal
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 from neuromanifold.run.loop import check_data
@@ -76,8 +77,8 @@ class Forecast:
             "first batch": duration(self.seconds_first),
             "each further": f"{duration(self.seconds_per_batch)}, {duration(self.seconds_waiting)} waiting for data",
             "all": "unknown: the data have no length" if self.seconds is None else duration(self.seconds),
-            "memory": size(self.memory),
-            "result file": size(self.file),
+            "memory": byte_size(self.memory),
+            "result file": byte_size(self.file),
         }
         title = f"Forecast for {self.model} on {self.device}, from {self.tried} of its batches"
         width = max(map(len, rows))
@@ -260,12 +261,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
-
-
-def size(count: float) -> str:
-    """Bytes, as 3.2 MB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -29,7 +29,7 @@ def fisher_factors(
     model: nn.Module,
     data: Iterable[object],
     estimator: Estimator | None = None,
-    per: Literal["batch", "sample"] = "batch",
+    granularity: Literal["batch", "sample"] = "batch",
     likelihood: Likelihood = Categorical,
     parameters: Selection = None,
     reduction: str = "mean",
@@ -48,8 +48,8 @@ def fisher_factors(
         model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
         data: an iterable of batches.
         estimator: whose gradients; `nm.Hutchinson()` unless given.
-        per: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps one for
-            each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
+        granularity: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
+            one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
         likelihood: what the outputs mean.
         parameters: which; all that are trainable unless given.
         reduction: "mean" (per sample) or "sum" (over samples): only a view.
@@ -64,10 +64,10 @@ def fisher_factors(
 
     """
     estimator = Hutchinson() if estimator is None else estimator
-    if per not in ("batch", "sample"):
-        raise ValueError(message("per", "'batch' or 'sample'", repr(per)))
+    if granularity not in ("batch", "sample"):
+        raise ValueError(message("granularity", "'batch' or 'sample'", repr(granularity)))
     chosen = select_parameters(model, parameters)
-    settings = make_settings(estimator, likelihood, per, seed, class_dim, batch_dim, ignore_index, progress)
+    settings = make_settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
     view = check_reduction(reduction)
     layout = Layout.of(chosen)
     device = model_device(model) if device is None else device
@@ -119,10 +119,8 @@ class _Stack:
         if count * self._row_bytes <= self._limit:
             return
         got = f"{count * self._row_bytes / GIB:.3g} GiB {when} ({count:,} gradients of {self._row_bytes:,} bytes)"
-        advice = (
-            "Take fewer samples or parameters, per='batch', a smaller dtype, a device with room and a higher limit, "
-        )
-        advice += "or nm.fisher_operator, which keeps none."
+        advice = "Take fewer samples or parameters, granularity='batch', a smaller dtype, a device with room and a "
+        advice += "higher limit, or nm.fisher_operator, which keeps none."
         raise ValueError(message("max_bytes", "enough for all rows", got, advice))
 
 

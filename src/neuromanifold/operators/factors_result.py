@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
 from neuromanifold.operators.layout import Layout, V
-from neuromanifold.operators.metric import Metric, Solution, not_negative
-from neuromanifold.results.files import FileError, load_tensors, save_tensors
+from neuromanifold.operators.metric import Solution, StoredMetric, not_negative, stored_fields
+from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
-from neuromanifold.results.trace import Reduction, check_reduction
+from neuromanifold.results.trace import Reduction, TraceEstimate
 
 _PIECE = 2**24  # numbers that are converted at a time
 
 
-class FisherFactors(Metric):
+class FisherFactors(StoredMetric):
     """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P].
 
-    With unbiased probes E[F] is the Fisher information, though its rank is r; with `nm.Exact()` rows of single samples
-    it is the Fisher information itself.  Products, entries, norms, the spectrum and damped solutions come from G and
-    from the small r×r matrix G Gᵀ, which is kept in float64.
+    With unbiased probes E[F] is the Fisher information, though its rank is r; with `nm.Exact()` and a row for each
+    sample it is the Fisher information itself.  Products, entries, norms, the spectrum and damped solutions come from G
+    and from the small r×r matrix G Gᵀ, which is stored in float64.
     """
 
     def __init__(
         self, rows: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction = "mean"
     ) -> None:
-        self.rows, self.layout, self.provenance, self.reduction = rows, layout, provenance, reduction
-        self.precision, self.device = promoted(rows.dtype), rows.device
-        self._count = count
-
-    @property
-    def count(self) -> int:
-        """Samples."""
-        return self._count
+        self.rows = rows
+        super().__init__(rows, layout, count, provenance, reduction)
 
     @property
     def rank(self) -> int:
-        """r: how many gradients are kept; F has at most this rank."""
+        """r, the number of gradients: F has at most this rank."""
         return len(self.rows)
 
     # ------------------------------------------------------------------------------------------------ parts of F
@@ -86,32 +80,29 @@ class FisherFactors(Metric):
     # ------------------------------------------------------------------------------------------------ spectrum
 
     @property
-    def trace(self) -> float:
-        """tr F = Σ_r ‖g_r‖²."""
-        return sum(float(piece.square().sum()) for _, piece in self._pieces(torch.float64)) / self._divisor
+    def trace(self) -> TraceEstimate:
+        """tr F = Σ_r ‖g_r‖².  Its standard error is an upper bound, √(c Σ_r ‖g_r‖⁴), c = `provenance.noise_factor`."""
+        squares = [piece.square().sum(1) for _, piece in self._pieces(torch.float64)]
+        total, fourth = (sum(float((value**power).sum()) for value in squares) for power in (1, 2))
+        noise = math.sqrt(self.provenance.noise_factor * fourth) if self.provenance.seeds else 0.0
+        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction)
 
     @property
     def frobenius_norm(self) -> float:
         """‖F‖ = ‖G Gᵀ‖."""
         return float(torch.linalg.vector_norm(self._spectrum)) / self._divisor
 
-    @property
-    def effective_rank(self) -> float:
-        """(tr F)²/‖F‖²: how many equal eigenvalues would have the same trace and norm."""
-        total = float(torch.linalg.vector_norm(self._spectrum))
-        return (float(self._spectrum.sum()) / total) ** 2 if total else 0.0
-
-    def eigenpairs(self, k: int = 1, tol: float | None = None, rounds: int = 100, seed: int = 0) -> Eigenpairs:
+    def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
         """The k largest eigenvalues, their vectors [P, k] and residuals: v = Gᵀu/√λ for eigenvectors u of G Gᵀ.
 
         Beyond the rank of G, where these say nothing, by the iteration of `Metric.eigenpairs`.
         """
         k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
         if self.rank > self.layout.size or k > self.rank:
-            return super().eigenpairs(k, tol, rounds, seed)
+            return super().eigenpairs(k, tol, maxiter, seed)
         values, left = self._pairs[0][:k], self._pairs[1][:, :k]
         if not float(values[-1]) > 1e3 * torch.finfo(self.precision).eps * float(values[0]):
-            return super().eigenpairs(k, tol, rounds, seed)
+            return super().eigenpairs(k, tol, maxiter, seed)
         vectors = self._transposed((left / values.sqrt()).to(self.precision))
         vectors = vectors / torch.linalg.vector_norm(vectors, dim=0)
         scaled = (values / self._divisor).to(self.precision)
@@ -124,15 +115,15 @@ class FisherFactors(Metric):
         values = self._spectrum / self._divisor
         return float((values / damping).log1p().sum()) + self.layout.size * math.log(damping)
 
-    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, rounds: int = 1000) -> Solution[V]:
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
         """x with (F + damping I) x = rhs: (rhs - Gᵀ (damping I + G Gᵀ)⁻¹ G rhs)/damping (Woodbury), refined once.
 
         In float64, with (damping I + G Gᵀ)⁻¹ from the spectrum of G Gᵀ.  Without damping, or with more rows than
-        parameters, by conjugate gradients with `tol` and `rounds`.
+        parameters, by conjugate gradients with `tol` and `maxiter`.
         """
         damping = not_negative(damping, "damping")
         if not damping or self.rank > self.layout.size:
-            return super().solve(rhs, damping, tol, rounds)
+            return super().solve(rhs, damping, tol, maxiter)
         tol = self._tolerance(tol)
         block, back = self._read(rhs, "rhs")
         values, left = self._pairs
@@ -148,18 +139,23 @@ class FisherFactors(Metric):
         residual = exact - self._scaled(x) - damping * x
         sizes = torch.linalg.vector_norm(exact, dim=0).clamp(min=torch.finfo(torch.float64).tiny)
         residuals = torch.linalg.vector_norm(residual, dim=0) / sizes
-        return self._solution(back(x.to(self.precision)), residuals, tol, "in closed form")
+        return self._solution(back(x.to(self.precision)), residuals, tol)
 
     # ------------------------------------------------------------------------------------------------ as a value
 
     def __add__(self, other: FisherFactors) -> FisherFactors:
         if not isinstance(other, FisherFactors):
             return NotImplemented
+        self.provenance.check_like(other.provenance)
         if self.layout != other.layout:
             raise ValueError(message("other", "factors of the same parameters", "others"))
         provenance = self.provenance.plus(other.provenance)
         rows = torch.cat([self.rows, other.rows.to(self.rows)])
         return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)
+
+    def _times(self, factor: float) -> FisherFactors:
+        rows, provenance = self.rows * math.sqrt(factor), self.provenance.times(factor)
+        return FisherFactors(rows, self.layout, self.count, provenance, self.reduction)
 
     def __repr__(self) -> str:
         size = self.rows.numel() * self.rows.element_size() / 2**20
@@ -167,41 +163,33 @@ class FisherFactors(Metric):
         return f"{type(self).__name__}({self.reduction}): {kept}, {self.count} samples, {self.provenance.estimator}"
 
     def to(self, target: torch.device | torch.dtype | str) -> FisherFactors:
-        """The same on another device, or in another floating-point type."""
+        """The factors on another device, or in another floating-point type."""
         return FisherFactors(self.rows.to(target), self.layout, self.count, self.provenance, self.reduction)
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
-        shapes = json.dumps({name: list(shape) for name, shape in self.layout.shapes.items()})
-        head = {"shapes": shapes, "count": str(self.count), "reduction": self.reduction}
-        save_tensors(path, {"rows": self.rows}, "factors", {**head, "provenance": self.provenance.to_json()})
+        self._save(path, "factors", {"rows": self.rows})
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    @property
-    def _divisor(self) -> int:
-        return self.count if self.reduction == "mean" else 1
-
     def _columns(self, name: str) -> Tensor:
-        if name not in self.layout.shapes:
-            raise ValueError(message("name", f"one of {list(self.layout.shapes)[:3]} ...", repr(name)))
-        return self.rows[:, self.layout.slices[name]]
+        return self.rows[:, self.layout.slices[self.provenance.find(name, self.layout.shapes)]]
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """The rows, some at a time, which, and in another precision."""
+        """Some rows at a time, converted to `dtype`, with the range that they are."""
         step = max(1, _PIECE // max(1, self.layout.size))
         for start in range(0, self.rank, step):
             rows = slice(start, start + step)
             yield rows, self.rows[rows].to(dtype)
 
     def _multiplied(self, block: Tensor) -> Tensor:
-        """G B, [r, m]."""
+        """G B, [r, m], for B [P, m]."""
         if not self.rank:
             return block.new_zeros(0, block.shape[1])
         return torch.cat([times(piece, block) for _, piece in self._pieces(block.dtype)])
 
     def _transposed(self, block: Tensor) -> Tensor:
-        """Gᵀ B for B [r, m]."""
+        """Gᵀ B, [P, m], for B [r, m]."""
         total = block.new_zeros(self.layout.size, block.shape[1])
         for rows, piece in self._pieces(block.dtype):
             total += times(piece.mT, block[rows])
@@ -226,23 +214,18 @@ class FisherFactors(Metric):
 
     @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues of this matrix, descending, and eigenvectors as columns."""
+        """Eigenvalues of `_gram`, descending, and eigenvectors as columns."""
         values, vectors = torch.linalg.eigh(self._gram)
         return values.flip(0), vectors.flip(1)
 
     @cached_property
     def _spectrum(self) -> Tensor:
-        """The eigenvalues of the sum that are not zero for want of rows or of parameters, in float64."""
+        """The min(r, P) largest eigenvalues of the sum over samples, in float64; all others are zero."""
         values: Tensor = torch.linalg.eigvalsh(self._gram)
         return values.clamp(min=0)
 
 
-def load_factors(path: str | Path) -> FisherFactors:
-    """Read what `FisherFactors.save` wrote."""
-    tensors, head = load_tensors(path)
-    try:
-        layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
-        provenance, reduction = Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
-        return FisherFactors(tensors["rows"], layout, int(head["count"]), provenance, reduction)
-    except (KeyError, ValueError) as error:
-        raise FileError(f"{path} does not hold factors of a Fisher information, or is damaged ({error!r}).") from error
+@reads("factors")
+def factors_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> FisherFactors:
+    """The factors that `FisherFactors.save` wrote."""
+    return FisherFactors(tensors["rows"], *stored_fields(head))

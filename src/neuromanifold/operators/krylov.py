@@ -35,17 +35,17 @@ class Eigenpairs:
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in their own precision: under autocast, which is meant for the model, it would be half."""
+    """a @ b in their own precision: autocast, which is meant for the model, would use half precision."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
 
 
-def top_eigenpairs(product: Product, start: Tensor, k: int, tol: float, rounds: int) -> Eigenpairs:
+def top_eigenpairs(product: Product, start: Tensor, k: int, tol: float, maxiter: int) -> Eigenpairs:
     """The k largest eigenpairs by a block Krylov method with restarts, from a block `start` [P, >= k] of columns.
 
-    The space grows by the residuals of the pairs that have not converged (‖Fv - λv‖ > tol λ_1), all at once, so that a
-    round takes one block product; once it is large it shrinks to its best vectors.  The basis is orthogonalised twice,
-    small matrices are float64.  Memory: two blocks [P, max(4k, k + 32)].
+    The space grows by the residuals of the pairs that have not converged (‖Fv - λv‖ > tol λ_1), all at once, so that an
+    iteration takes one block product; once it is large it shrinks to its best vectors.  The basis is orthogonalised
+    twice, small matrices are float64.  Memory: two blocks [P, max(4k, k + 32)].
     """
     size, most = len(start), max(4 * k, k + 32)
     basis = orthonormal(start)
@@ -58,8 +58,8 @@ def top_eigenpairs(product: Product, start: Tensor, k: int, tol: float, rounds: 
         residual = times(images, turn[:, :k]) - vectors * values[:k].to(basis.dtype)
         lengths = torch.linalg.vector_norm(residual, dim=0, dtype=torch.float64)
         open_pairs = lengths > tol * values[0].clamp(min=torch.finfo(values.dtype).tiny)
-        rounds -= 1
-        fresh = orthonormal(residual[:, open_pairs], basis) if bool(open_pairs.any()) and rounds > 0 else basis[:, :0]
+        maxiter -= 1
+        fresh = orthonormal(residual[:, open_pairs], basis) if bool(open_pairs.any()) and maxiter > 0 else basis[:, :0]
         if not fresh.shape[1] or basis.shape[1] >= size:
             return Eigenpairs(values[:k].to(basis.dtype), vectors, lengths.to(basis.dtype), products)
         if basis.shape[1] + fresh.shape[1] > most:
@@ -70,7 +70,7 @@ def top_eigenpairs(product: Product, start: Tensor, k: int, tol: float, rounds: 
 
 
 def orthonormal(block: Tensor, basis: Tensor | None = None) -> Tensor:
-    """An orthonormal basis of what a block of columns adds to a basis, without directions that are only rounding."""
+    """An orthonormal basis of what a block of columns adds to a basis, without directions that are mere rounding."""
     if basis is not None and basis.shape[1] >= len(basis):
         return block[:, :0]
     lengths = torch.linalg.vector_norm(block, dim=0, dtype=torch.float64)
@@ -86,36 +86,29 @@ def orthonormal(block: Tensor, basis: Tensor | None = None) -> Tensor:
     return block
 
 
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """What conjugate gradients have reached: x, the relative residuals ‖b - Ax‖/‖b‖, and how many rounds it took."""
+def conjugate_gradients(
+    product: Product, rhs: Tensor, damping: float, tol: float, maxiter: int
+) -> tuple[Tensor, Tensor, int]:
+    """x [P, m] with (F + damping I) x = rhs, its relative residuals ‖b - Ax‖/‖b‖ [m], and the number of iterations.
 
-    x: Tensor  # [P, m]
-    residuals: Tensor  # [m]
-    rounds: int
-
-
-def conjugate_gradients(product: Product, rhs: Tensor, damping: float, tol: float, rounds: int) -> Solved:
-    """(F + damping I) x = rhs for each column of rhs [P, m], all columns in the same products.
-
-    A column ends where its direction has no curvature but rounding: what is left of rhs is in the kernel then, and one
-    more step would go as far as one likes.
+    All columns of rhs [P, m] share their products.  A column ends where its direction has no curvature but rounding:
+    what is left of rhs is in the kernel then, and one more step could go arbitrarily far.
     """
     sizes = torch.linalg.vector_norm(rhs, dim=0, dtype=torch.float64)
     sizes = torch.where(sizes > 0, sizes, 1.0).to(rhs.dtype)
     x, residual = torch.zeros_like(rhs), rhs / sizes  # so that no square leaves the range of float32
     direction, squares = residual.clone(), residual.square().sum(0)
-    largest, done = torch.zeros_like(squares), 0
-    going = squares > tol**2
-    while done < rounds and bool(going.any()):
+    largest, iterations = torch.zeros_like(squares), 0
+    active = squares > tol**2
+    while iterations < maxiter and bool(active.any()):
         image = product(direction) + damping * direction
         curvature, length = (direction * image).sum(0), direction.square().sum(0)
         largest = torch.maximum(largest, curvature / length.clamp(min=torch.finfo(length.dtype).tiny))
-        going = going & (curvature > 100 * torch.finfo(rhs.dtype).eps * largest * length)  # else it is in the kernel
-        step = torch.where(going, squares / curvature, 0.0)
+        active = active & (curvature > 100 * torch.finfo(rhs.dtype).eps * largest * length)  # else in the kernel
+        step = torch.where(active, squares / curvature, 0.0)
         x, residual = x + step * direction, residual - step * image
         before, squares = squares, residual.square().sum(0)
-        direction = residual + torch.where(going, squares / before, 0.0) * direction
-        going = going & (squares > tol**2)
-        done += 1
-    return Solved(x * sizes, squares.sqrt(), done)
+        direction = residual + torch.where(active, squares / before, 0.0) * direction
+        active = active & (squares > tol**2)
+        iterations += 1
+    return x * sizes, squares.sqrt(), iterations

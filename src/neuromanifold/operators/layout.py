@@ -25,7 +25,7 @@ class Layout:
     shapes: dict[str, torch.Size]
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same parameters lie in the same order, which dicts alone would not look at."""
+        """Whether the same parameters come in the same order, which an equality of dicts ignores."""
         return isinstance(other, Layout) and list(self.shapes.items()) == list(other.shapes.items())
 
     def __hash__(self) -> int:
@@ -33,12 +33,12 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """That of some tensors."""
+        """The layout of tensors by name, in their order."""
         return cls({name: tensor.shape for name, tensor in tensors.items()})
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each parameter lies."""
+        """The range of indices of each parameter in the vector."""
         found, start = {}, 0
         for name, shape in self.shapes.items():
             found[name] = slice(start, start := start + shape.numel())
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """P: how many numbers there are."""
+        """P, the length of the vector."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     def flatten(self, values: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,21 +68,20 @@ class Layout:
     def read(
         self, v: Vector, argument: str, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """A vector of any kind as a block [P, m]; and what gives a block back as one of the same kind."""
+        """A vector of any kind as a block [P, m], and the function that turns a block back into that kind."""
         if isinstance(v, Mapping):
             self._check_names(v, argument)
             return self.flatten(v, dtype, device)[:, None], lambda block: self.split(block[:, 0])
         if isinstance(v, np.ndarray):
             columns, again = self.read(torch.as_tensor(v.copy()), argument, dtype, device)  # strides, read-only memory
             return columns, lambda block: again(block).cpu().numpy()
+        expected = f"a tensor or array of shape [{self.size}] or [{self.size}, m], or a dict by parameter name"
         if not isinstance(v, Tensor):
-            expected = f"a tensor or array of shape [{self.size}] or [{self.size}, m], or a dict by parameter name"
             raise TypeError(message(argument, expected, type(v).__name__))
-        if v.ndim not in (1, 2) or v.shape[0] != self.size:
-            expected, advice = f"of shape [{self.size}] or [{self.size}, m]", "Or a dict by parameter name."
-            raise ValueError(message(argument, expected, f"shape {list(v.shape)}", advice))
         if v.is_complex():
             raise TypeError(message(argument, "real", str(v.dtype)))
+        if v.ndim not in (1, 2) or v.shape[0] != self.size:
+            raise ValueError(message(argument, expected, f"shape {list(v.shape)}"))
         shape, columns = v.shape, v.detach().to(device, dtype)
         return columns if v.ndim == 2 else columns[:, None], lambda block: block.reshape(shape)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +15,17 @@ from torch import Tensor
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
 from neuromanifold.operators.layout import Layout, V
-from neuromanifold.operators.metric import Metric, Solution, not_negative
+from neuromanifold.operators.metric import Solution, StoredMetric, not_negative, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
-from neuromanifold.results.files import FileError, load_tensors, save_tensors
+from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
-from neuromanifold.results.trace import Reduction, check_reduction
+from neuromanifold.results.trace import Reduction, TraceEstimate
 
 
-class FisherMatrix(Metric, Mapping[str, Tensor]):
+class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
     """F, dense: one block for all parameters (under the name ""), or one for each layer (by the module's name).
 
-    As a mapping it gives the blocks.  Between layers it is zero, if it has blocks: block-diagonal, not the same F.
+    As a mapping it gives the blocks.  Several blocks are block-diagonal: entries between layers are taken as zero.
     """
 
     def __init__(
@@ -36,15 +37,8 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
         reduction: Reduction = "mean",
     ) -> None:
         """`blocks`: sums over samples; their parameters lie side by side in the layout, in the same order."""
-        self.blocks, self.layout, self.provenance, self.reduction = blocks, layout, provenance, reduction
-        first = next(iter(blocks.values()))
-        self.precision, self.device = first.dtype, first.device
-        self._count = count
-
-    @property
-    def count(self) -> int:
-        """Samples."""
-        return self._count
+        self.blocks = blocks
+        super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.blocks[name] / self._divisor
@@ -79,9 +73,15 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
     # ------------------------------------------------------------------------------------------------ spectrum
 
     @property
-    def trace(self) -> float:
-        """tr F."""
-        return sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks.values()) / self._divisor
+    def trace(self) -> TraceEstimate:
+        """tr F.  Its standard error is an upper bound for random estimators: √c Σ ‖block‖, c as for factors.
+
+        Var(Σ_r ‖g_r‖²) <= c Σ_r E‖g_r‖⁴, and ‖Σ_r g_r g_rᵀ‖² = Σ_rs (g_rᵀ g_s)² is at least Σ_r ‖g_r‖⁴; standard errors
+        of blocks, which share their noise, add.
+        """
+        total = sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks.values())
+        bound = math.sqrt(self.provenance.noise_factor) * sum(self._norms()) if self.provenance.seeds else 0.0
+        return TraceEstimate(total, bound, self.count, self.provenance, self.reduction)
 
     def diagonal(self) -> dict[str, Tensor]:
         """F_ii by parameter name."""
@@ -90,21 +90,15 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
     @property
     def frobenius_norm(self) -> float:
         """√(Σ F_ij²)."""
-        return math.hypot(*(float(torch.linalg.matrix_norm(block)) for block in self.blocks.values())) / self._divisor
-
-    @property
-    def effective_rank(self) -> float:
-        """(tr F)²/‖F‖²: how many equal eigenvalues would have the same trace and norm."""
-        norm = self.frobenius_norm
-        return (self.trace / norm) ** 2 if norm else 0.0
+        return math.hypot(*self._norms()) / self._divisor
 
     def eigenvalues(self) -> Tensor:
-        """All of them, descending, [P]."""
+        """All eigenvalues, descending, [P]."""
         return torch.cat([values for values, _ in self._spectra.values()]).sort(descending=True).values / self._divisor
 
-    def eigenpairs(self, k: int = 1, tol: float | None = None, rounds: int = 100, seed: int = 0) -> Eigenpairs:
+    def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
         """The k largest eigenvalues, their vectors [P, k] and residuals, by a dense eigensolver."""
-        del tol, rounds, seed
+        del tol, maxiter, seed
         k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
         values = torch.cat([values for values, _ in self._spectra.values()])
         chosen = values.topk(k).indices
@@ -123,9 +117,9 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
         warn_below_rounding(damping, float(values[0]) if len(values) else 0.0, self.precision)
         return float((values + damping).log().sum())
 
-    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, rounds: int = 1000) -> Solution[V]:
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
         """x with (F + damping I) x = rhs, from the spectrum; without damping the shortest x that fits best."""
-        del tol, rounds
+        del tol, maxiter
         damping = not_negative(damping, "damping")
         block, back = self._read(rhs, "rhs")
         x = torch.empty_like(block)
@@ -146,11 +140,16 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
     def __add__(self, other: FisherMatrix) -> FisherMatrix:
         if not isinstance(other, FisherMatrix):
             return NotImplemented
+        self.provenance.check_like(other.provenance)
         if self.layout != other.layout or list(self) != list(other):
             raise ValueError(message("other", "a matrix of the same parameters and blocks", "another"))
-        blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
         provenance = self.provenance.plus(other.provenance)
+        blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
         return FisherMatrix(blocks, self.layout, self.count + other.count, provenance, self.reduction)
+
+    def _times(self, factor: float) -> FisherMatrix:
+        blocks = {name: block * factor for name, block in self.blocks.items()}
+        return FisherMatrix(blocks, self.layout, self.count, self.provenance.times(factor), self.reduction)
 
     def __repr__(self) -> str:
         kind = "dense" if self._is_whole else f"{len(self)} blocks"
@@ -159,21 +158,10 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
-        shapes = json.dumps({name: list(shape) for name, shape in self.layout.shapes.items()})
-        head = {
-            "shapes": shapes,
-            "count": str(self.count),
-            "reduction": self.reduction,
-            "blocks": json.dumps(list(self)),
-        }
-        tensors = {f"block/{name}": block for name, block in self.blocks.items()}
-        save_tensors(path, tensors, "matrix", {**head, "provenance": self.provenance.to_json()})
+        blocks = {f"block/{name}": block for name, block in self.blocks.items()}
+        self._save(path, "matrix", blocks, blocks=json.dumps(list(self)))
 
     # ------------------------------------------------------------------------------------------------ inside
-
-    @property
-    def _divisor(self) -> int:
-        return self.count if self.reduction == "mean" else 1
 
     @property
     def _is_whole(self) -> bool:
@@ -181,7 +169,7 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
 
     @property
     def _places(self) -> dict[str, slice]:
-        """Where each block lies."""
+        """The range of indices of each block."""
         places, start = {}, 0
         for name, block in self.blocks.items():
             places[name] = slice(start, start := start + len(block))
@@ -189,22 +177,18 @@ class FisherMatrix(Metric, Mapping[str, Tensor]):
 
     @cached_property
     def _spectra(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Eigenvalues and eigenvectors of each block of the sum."""
+        """Eigenvalues, ascending, and eigenvectors of each block of the sum over samples."""
         return {name: torch.linalg.eigh(block) for name, block in self.blocks.items()}
+
+    def _norms(self) -> list[float]:
+        return [float(torch.linalg.matrix_norm(block)) for block in self.blocks.values()]
 
     def _product(self, block: Tensor) -> Tensor:
         return torch.cat([times(self.blocks[name], block[place]) for name, place in self._places.items()])
 
 
-def load_matrix(path: str | Path) -> FisherMatrix:
-    """Read what `FisherMatrix.save` wrote."""
-    tensors, head = load_tensors(path)
-    try:
-        layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
-        blocks = {name: tensors[f"block/{name}"] for name in json.loads(head["blocks"])}
-        provenance, reduction = Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
-        return FisherMatrix(blocks, layout, int(head["count"]), provenance, reduction)
-    except (KeyError, ValueError) as error:
-        raise FileError(
-            f"{path} does not hold the matrix of a Fisher information, or is damaged ({error!r})."
-        ) from error
+@reads("matrix")
+def matrix_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> FisherMatrix:
+    """The matrix that `FisherMatrix.save` wrote."""
+    blocks = {name: tensors[f"block/{name}"] for name in json.loads(head["blocks"])}
+    return FisherMatrix(blocks, *stored_fields(head))

@@ -1,43 +1,48 @@
 """The Fisher information as a metric tensor: all that follows from its products with vectors.
 
-A subclass gives F B for a block of columns; a product with a vector, lengths and angles, eigenpairs, solutions, natural
-gradients and estimates of trace and diagonal follow from that.  Where it knows better, it overrides them.
+A subclass defines F B for a block of columns; products, lengths and angles, eigenpairs, solutions, natural gradients
+and estimates of trace, diagonal and log-determinant follow from that.  One that stores F overrides some of them.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from numbers import Real
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, promoted
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
 from neuromanifold.operators.layout import Layout, V, Vector
 from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
-from neuromanifold.results.trace import Reduction
+from neuromanifold.results.files import save_tensors
+from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.scaling import Scalable
+from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
 
 
 class NotConvergedWarning(UserWarning):
-    """An iteration has ended before it was as accurate as asked for; the result says how accurate it is."""
+    """An iteration ended before it reached its tolerance; the result says how accurate it is."""
 
 
 class Solution(NamedTuple, Generic[V]):
-    """x of (F + damping I) x = rhs, of the kind that rhs had; ‖b - Ax‖/‖b‖, the largest of all columns.
+    """x of (F + damping I) x = rhs, of the kind that rhs had, and the largest ‖b - Ax‖/‖b‖ of all columns.
 
-    It is that of the iteration, or of x in float64: rounding x to float32 alone adds up to 1e-7 λ_1 ‖x‖/‖b‖.
+    The residual is that of the iteration, or of x in float64: rounding x to float32 adds up to 1e-7 λ_1 ‖x‖/‖b‖.
     """
 
     x: V
     residual: float
-    rounds: int = 0
+    iterations: int = 0  # of conjugate gradients; 0: in closed form
 
 
 class Metric(ABC):
@@ -50,15 +55,13 @@ class Metric(ABC):
 
     layout: Layout
     reduction: Reduction
-    precision: torch.dtype
-    """Of vectors: float32 or float64."""
-
+    precision: torch.dtype  # of vectors: float32 or float64
     device: torch.device
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """Samples."""
+        """The number of samples that F is a sum over."""
 
     @abstractmethod
     def _product(self, block: Tensor) -> Tensor:
@@ -66,12 +69,12 @@ class Metric(ABC):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[P, P]."""
+        """[P, P] for P parameters, as scipy asks for."""
         return self.layout.size, self.layout.size
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """`precision` in numpy's words, for scipy."""
+        """`precision` as a numpy type, for scipy."""
         return np.dtype(str(self.precision).removeprefix("torch."))
 
     @property
@@ -136,65 +139,69 @@ class Metric(ABC):
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
-    def eigenpairs(self, k: int = 1, tol: float | None = None, rounds: int = 100, seed: int = 0) -> Eigenpairs:
+    def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
         """The k largest eigenvalues, their vectors [P, k] and residuals ‖Fv - λv‖, by a block Krylov method.
 
         It ends when all residuals are below tol λ_1 (√eps unless given); an eigenvalue is as accurate as its residual,
-        and twice as many digits where the next one is far.  Each round is one product with a block, that is one pass
-        over the data for an operator.
+        and twice as many digits where the next one is far.  Each iteration is one product with a block, that is one
+        pass over the data for an operator.
         """
         k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
-        rounds = integer_in_range(rounds, "rounds", 1, 10**9, "products with a block")
+        maxiter = integer_in_range(maxiter, "maxiter", 1, 10**9, "products with a block")
         tol = self._tolerance(tol)
         generator = torch.Generator(self.device).manual_seed(integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed"))
         columns = min(k + 2, self.layout.size)
         start = torch.randn(self.layout.size, columns, generator=generator, dtype=self.precision, device=self.device)
-        found = top_eigenpairs(self._scaled, start, k, tol, rounds)
+        found = top_eigenpairs(self._scaled, start, k, tol, maxiter)
         worst, allowed = float(found.residuals.max()), tol * float(found.values[0])
         if worst > max(allowed, 1e3 * torch.finfo(self.precision).eps * float(found.values[0])):
-            text = f"Eigenpairs: after {rounds} rounds a residual is {worst:.2g}, more than {allowed:.2g}. "
-            warnings.warn(
-                text + "Ask for more rounds, fewer pairs, or a larger tol.", NotConvergedWarning, stacklevel=2
-            )
+            text = f"Eigenpairs: after {maxiter} iterations a residual is {worst:.2g}, more than {allowed:.2g}. "
+            advice = "Use a larger maxiter, fewer pairs, or a larger tol."
+            warnings.warn(text + advice, NotConvergedWarning, stacklevel=2)
         return found
 
-    def estimate_trace(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> Estimate:
-        """tr F from so many products with random vectors, by "hutchinson" or "hutch++", with its standard error.
+    @property
+    def trace(self) -> TraceEstimate:
+        """tr F with its standard error: by Hutch++ from 30 products, unless the numbers of F are stored."""
+        return self.estimate_trace()
+
+    def estimate_trace(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> TraceEstimate:
+        """tr F from products with random vectors, by "hutchinson" or "hutch++", with its standard error.
 
         For comparison: `nm.fisher_trace` has its probes on the outputs, and needs one backward pass over the data.
         """
-        return self._stochastic(method, products, seed)[1]
+        value, stderr = (float(number) * self._divisor for number in self._stochastic(method, products, seed)[1])
+        provenance = Provenance(f"{method} with {products} products", "unbiased", seeds=[seed])
+        return TraceEstimate(value, stderr, self.count, provenance, self.reduction)
 
     def estimate_diagonal(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> Estimate:
-        """diag F [P] from so many products with random vectors; for comparison with `nm.fisher_diagonal`."""
+        """diag F [P] from products with random vectors; for comparison with `nm.fisher_diagonal`."""
         return self._stochastic(method, products, seed)[0]
 
     def estimate_log_determinant(self, damping: float, probes: int = 8, steps: int = 30, seed: int = 0) -> Estimate:
-        """log det(F + damping I) by Lanczos quadrature: `steps` products with a block of so many probes.
+        """log det(F + damping I) by Lanczos quadrature: `steps` products with a block of `probes` columns.
 
         The standard error is that of the probes; few steps have an error of their own, which it does not show.
         """
         damping = not_negative(damping, "damping", positive=True)
         probes = integer_in_range(probes, "probes", 2, 10**9, "two or more have a spread")
-        steps = integer_in_range(steps, "steps", 1, 10**9, "products with a block")
+        steps = min(integer_in_range(steps, "steps", 1, 10**9, "products with a block"), self.layout.size)
         seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
-        steps = min(steps, self.layout.size)
         return stochastic_log_determinant(self._scaled, self._like(), damping, probes, steps, seed)
 
     # ------------------------------------------------------------------------------------------------ solutions
 
-    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, rounds: int = 1000) -> Solution[V]:
-        """x with (F + damping I) x = rhs, by conjugate gradients: one product for each round.
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
+        """x with (F + damping I) x = rhs, by conjugate gradients: one product for each iteration.
 
         F is singular as a rule, so without damping rhs should be in its range, as gradients of log-likelihoods are.  If
-        it is not, the iteration ends where only the rest in F's kernel is left.
+        it is not, the iteration ends where only the part in F's kernel is left.
         """
         damping, tol = not_negative(damping, "damping"), self._tolerance(tol)
-        rounds = integer_in_range(rounds, "rounds", 1, 10**9, "products with a block")
+        maxiter = integer_in_range(maxiter, "maxiter", 1, 10**9, "products with a block")
         block, back = self._read(rhs, "rhs")
-        found = conjugate_gradients(self._scaled, block, damping, tol, rounds)
-        after = f"after {found.rounds} rounds of conjugate gradients"
-        return self._solution(back(found.x), found.residuals, tol, after, found.rounds)
+        x, residuals, iterations = conjugate_gradients(self._scaled, block, damping, tol, maxiter)
+        return self._solution(back(x), residuals, tol, iterations)
 
     def natural_gradient(self, gradient: V, damping: float = 1e-3) -> V:
         """(F + damping I)⁻¹ gradient: the direction of steepest descent under the metric."""
@@ -204,8 +211,12 @@ class Metric(ABC):
 
     def _scaled(self, block: Tensor) -> Tensor:
         """F B in this view."""
-        product = self._product(block)
-        return product / self.count if self.reduction == "mean" else product
+        product = self._product(block)  # before _divisor: an operator learns its count from a product
+        return product / self._divisor
+
+    @property
+    def _divisor(self) -> int:
+        return self.count if self.reduction == "mean" else 1
 
     def _inner(self, u: Tensor, v: Tensor) -> float:
         return float((u * self._scaled(v)).sum(dtype=torch.float64))
@@ -214,20 +225,21 @@ class Metric(ABC):
         return self.layout.read(v, argument, self.precision, self.device)
 
     def _one(self, v: Vector, argument: str) -> Tensor:
-        """A single vector, as a column."""
+        """A single vector as a column [P, 1]; an error for a block of several."""
         block: Tensor = self._read(v, argument)[0]
         if block.shape[1] != 1:
             raise ValueError(message(argument, "one vector", f"a block of {block.shape[1]}"))
         return block
 
-    def _solution(self, x: V, residuals: Tensor, tol: float, after: str, rounds: int = 0) -> Solution[V]:
-        """With a warning if it is not as accurate as asked for."""
+    def _solution(self, x: V, residuals: Tensor, tol: float, iterations: int = 0) -> Solution[V]:
+        """The solution, with a warning if it is not as accurate as asked for."""
         residual = float(residuals.max()) if residuals.numel() else 0.0
         if not residual <= tol:
-            text = f"The residual is {residual:.2g} > {tol:.2g} {after}. Use more damping"
-            text += ", more rounds, or a larger tol." if rounds else " or a larger tol."
+            how = f"after {iterations} iterations of conjugate gradients" if iterations else "in closed form"
+            advice = "Use more damping" + (", a larger maxiter" if iterations else "") + " or a larger tol."
+            text = f"The residual is {residual:.2g} > {tol:.2g} {how}. {advice}"
             warnings.warn(text, NotConvergedWarning, stacklevel=3)
-        return Solution(x, residual, rounds)
+        return Solution(x, residual, iterations)
 
     def _view(self, reduction: Reduction) -> Self:
         view = copy.copy(self)
@@ -248,8 +260,46 @@ class Metric(ABC):
         return not_negative(tol, "tol")
 
 
+class StoredMetric(Metric, Scalable):
+    """A metric whose numbers are stored, so that it adds, scales and saves."""
+
+    provenance: Provenance
+
+    def __init__(self, like: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction) -> None:
+        self.layout, self.provenance, self.reduction = layout, provenance, reduction
+        self.precision, self.device = promoted(like.dtype), like.device
+        self._count = count
+
+    @property
+    def count(self) -> int:
+        """The number of samples that F is a sum over."""
+        return self._count
+
+    @property
+    @abstractmethod
+    def frobenius_norm(self) -> float:
+        """√(Σ F_ij²)."""
+
+    @property
+    def effective_rank(self) -> float:
+        """(tr F)²/‖F‖²: how many equal eigenvalues would have the same trace and norm."""
+        norm = self.frobenius_norm
+        return (self.trace.value / norm) ** 2 if norm else 0.0
+
+    def _save(self, path: str | Path, kind: str, tensors: dict[str, Tensor], **more: str) -> None:
+        shapes = json.dumps({name: list(shape) for name, shape in self.layout.shapes.items()})
+        head = {"shapes": shapes, "count": str(self.count), "reduction": self.reduction, **more}
+        save_tensors(path, tensors, kind, {**head, "provenance": self.provenance.to_json()})
+
+
+def stored_fields(head: dict[str, Any]) -> tuple[Layout, int, Provenance, Reduction]:
+    """The layout, count, provenance and reduction that `StoredMetric` wrote to a file's header."""
+    layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
+    return layout, int(head["count"]), Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
+
+
 def not_negative(value: float, argument: str, positive: bool = False) -> float:
-    """A finite number >= 0, or > 0."""
+    """The value as a float, if it is a finite number >= 0 (> 0 if `positive`)."""
     number = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
     if not number or (positive and not value):
         raise ValueError(message(argument, "a number > 0" if positive else "a number >= 0", repr(value)))

@@ -1,4 +1,4 @@
-"""Trace and diagonal of a matrix that is only known by its products, from random vectors."""
+"""Trace, diagonal and log-determinant of a matrix that is only known by its products, from random vectors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
 
 
 def check_method(method: str, products: int) -> int:
-    """How many products, which each method needs some of."""
+    """The number of products, if the method is known and they are enough for it."""
     if method not in ("hutchinson", "hutch++"):
         raise ValueError(message("method", "'hutchinson' or 'hutch++'", repr(method)))
     least = 2 if method == "hutchinson" else 4
@@ -36,7 +36,7 @@ def check_method(method: str, products: int) -> int:
 def stochastic_diagonal(
     product: Product, like: Tensor, method: str, products: int, seed: int
 ) -> tuple[Estimate, Estimate]:
-    """diag F as a vector [P], and tr F, by so many products with columns like `like` [P, 1].
+    """Estimates of diag F [P] and of tr F, from `products` products with columns like `like` [P, 1].
 
     Hutchinson: the mean of ξ∘Fξ over random signs ξ.  Hutch++ (Meyer et al. 2021): with Q an orthonormal basis of F S
     for a block S of random signs, and R = I - QQᵀ,
@@ -92,7 +92,7 @@ def stochastic_log_determinant(
 
 
 def warn_below_rounding(damping: float, largest: float, dtype: torch.dtype) -> None:
-    """Eigenvalues below eps λ_1 are rounding: with less damping than that it is their logarithms that are added up."""
+    """Warn of a damping below eps λ_1: eigenvalues of that size are rounding, and would decide the result."""
     rounding = 10 * torch.finfo(dtype).eps * largest
     if 0 < damping < rounding:
         text = f"A damping of {damping:.2g} is less than rounding does to F, up to {rounding:.2g}. Use more damping"

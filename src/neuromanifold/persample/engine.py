@@ -86,12 +86,9 @@ class PerSampleGradients:
         with self.hooks.capturing(self.excluded):
             yield
 
-    def require_reference(self) -> None:
-        """Verify the next forward pass."""
-        self._required = True
-
     def exclude_all(self) -> None:
         """Leave all parameters to autograd."""
+        self.hooks.release()
         self.excluded = frozenset(range(len(self.parameters)))
 
     def plan(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
@@ -107,7 +104,7 @@ class PerSampleGradients:
         if reference is None:
             if known is None or not known.followed or uses.unsupported:
                 self._required = True
-                return None
+                return self._again()
             return self._ready(uses, known)
         if known is not None and known.followed and not uses.unsupported:
             plan = self._verified_again(uses, known, logits, reference)
@@ -115,7 +112,7 @@ class PerSampleGradients:
             plan = make_plan(uses, logits, reference, self.hooks, self.parameters, self.excluded)
         if plan.excluded - self.excluded:
             self.excluded = plan.excluded
-            return None
+            return self._again()
         self.verified += 1
         self._plans[uses.signature] = plan
         return self._ready(uses, plan)
@@ -142,6 +139,10 @@ class PerSampleGradients:
         self._batches, self.verified = state["batches"], state["verified"]
         if state["late"]:
             self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
+
+    def _again(self) -> None:
+        """Let go of a forward pass that has to be repeated: the next one may be without hooks."""
+        self.hooks.release()
 
     def _ready(self, uses: Uses, plan: Plan) -> PerSampleBackward:
         self.remaining |= set(uses.remaining)

@@ -213,10 +213,9 @@ def combinations(
             else:
                 own = (own[0] | parameters, [*members, *own[1]])
         groups = [*apart, own]
-    return {
-        frozenset(parameters): (
-            dict(zip((use.key for use in members), layouts, strict=True))
-            for layouts in islice(product(*(candidates[use.key] for use in members)), _COMBINATIONS)
-        )
-        for parameters, members in groups
-    }
+    return {frozenset(parameters): _choices(members, candidates) for parameters, members in groups}
+
+
+def _choices(uses: list[Use], candidates: Mapping[Key, tuple[Layout, ...]]) -> Iterator[dict[Key, Layout]]:
+    for layouts in islice(product(*(candidates[use.key] for use in uses)), _COMBINATIONS):
+        yield dict(zip((use.key for use in uses), layouts, strict=True))

@@ -54,6 +54,21 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Pa
     raise ValueError(message("parameters", "a selection that matches something", repr(selection), advice))
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes of `torch.compile`, FSDP and (Distributed)DataParallel."""
+    wrappers = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers).removeprefix("module.")
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a shared parameter, with the first name, which results have it under."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(parameter, plain_name(name))
+    every = ((plain_name(name), first[p]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: held for name, held in every if name != held}
+
+
 def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:
     if selection is None:
         return True

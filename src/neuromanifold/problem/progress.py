@@ -12,7 +12,7 @@ T = TypeVar("T")
 _SECONDS, _SHARE = 0.5, 1 / 50  # between two looks; of the time that may be spent on looking
 
 
-class Seen(NamedTuple):
+class RunProgress(NamedTuple):
     """How far a run has come."""
 
     batches: int  # done, before a checkpoint was taken up as well
@@ -21,22 +21,22 @@ class Seen(NamedTuple):
     relative_error: float | None  # Σ stderr / Σ F so far; None: nothing is random
 
 
-Observer = Callable[[Seen], None]
+Observer = Callable[[RunProgress], None]
 """Called now and then in a run."""
 
 
-class Lookout:
+class Reporter:
     """Calls an observer as often as is useful, and as rarely as looking takes a fiftieth of the time."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer, self._due = observer, 0.0
 
-    def batch_done(self, look: Callable[[], Seen]) -> None:
-        """Perhaps look."""
+    def batch_done(self, progress: Callable[[], RunProgress]) -> None:
+        """Call the observer if it is time to."""
         start = time.monotonic()
         if start < self._due:
             return
-        self._observer(look())
+        self._observer(progress())
         end = time.monotonic()
         self._due = end + max(_SECONDS, (end - start) / _SHARE)
 

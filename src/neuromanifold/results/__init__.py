@@ -2,7 +2,7 @@
 
 from neuromanifold.results.comparison import Comparison
 from neuromanifold.results.diagonal import DiagonalFisher
-from neuromanifold.results.files import FileError
+from neuromanifold.results.files import FileError, load
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
 
@@ -12,4 +12,5 @@ __all__ = [
     "FileError",
     "Provenance",
     "TraceEstimate",
+    "load",
 ]

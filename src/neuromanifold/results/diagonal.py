@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch import Tensor
 from neuromanifold.core.checks import message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
-from neuromanifold.results.files import FileError, load_tensors, save_tensors
+from neuromanifold.results.files import load, reads, save_tensors
 from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.scaling import Scalable
 from neuromanifold.results.summary import summary
 from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
 
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalFisher(Mapping[str, Tensor]):
+class DiagonalFisher(Scalable, Mapping[str, Tensor]):
     """A mapping from parameter name to a tensor of the parameter's shape.
 
     What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
     sample) or "sum".  So results do not depend on the batch size, and two of them over disjoint data add with `+`.
     Standard errors are those of the probes' noise; the data are taken as given.
+
+    Tied parameters are listed once, under their first name, and found under every name; so are those of a wrapped
+    model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
     """
 
     sums: dict[str, Tensor]
@@ -41,7 +45,7 @@ class DiagonalFisher(Mapping[str, Tensor]):
     reduction: Reduction = "mean"
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.sums[name] / self._divisor
+        return self.sums[self.provenance.find(name, self.sums)] / self._divisor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sums)
@@ -50,9 +54,9 @@ class DiagonalFisher(Mapping[str, Tensor]):
         return len(self.sums)
 
     @property
-    def stderr(self) -> dict[str, Tensor]:
-        """The standard error of each entry, in the same view."""
-        return {name: noise / self._divisor for name, noise in self.noise.items()}
+    def stderr(self) -> Mapping[str, Tensor]:
+        """The standard error of each entry, in the same view: a mapping that computes one tensor at a time."""
+        return _StandardErrors(self)
 
     @property
     def mean(self) -> DiagonalFisher:
@@ -79,10 +83,12 @@ class DiagonalFisher(Mapping[str, Tensor]):
     def __add__(self, other: DiagonalFisher) -> DiagonalFisher:
         if not isinstance(other, DiagonalFisher):
             return NotImplemented
+        self.provenance.check_like(other.provenance)  # another model is the first thing to say
         shapes, theirs = ({name: t.shape for name, t in d.sums.items()} for d in (self, other))
         if shapes != theirs:
             different = sorted(set(shapes.items()) ^ set(theirs.items()))[0][0]
             raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
+        provenance = self.provenance.plus(other.provenance)
         random = all(any(bool((value > 0).any()) for value in d.noise.values()) for d in (self, other))
         combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
         return replace(
@@ -91,22 +97,23 @@ class DiagonalFisher(Mapping[str, Tensor]):
             noise={name: combine(value, other.noise[name].to(value)) for name, value in self.noise.items()},
             count=self.count + other.count,
             positions=self.positions + other.positions,
-            provenance=self.provenance.plus(other.provenance),
+            provenance=provenance,
         )
 
-    def __radd__(self, other: object) -> DiagonalFisher:
-        return self if other == 0 else NotImplemented  # so that sum(...) works
+    def _times(self, factor: float) -> DiagonalFisher:
+        return replace(self._mapped(lambda value: value * factor), provenance=self.provenance.times(factor))
 
     def to(self, target: torch.device | torch.dtype | str) -> DiagonalFisher:
-        """The same on another device, or in float32, float64 or bfloat16 (sums leave the range of float16)."""
+        """The result on another device, or in float32, float64 or bfloat16 (sums leave the range of float16)."""
         if isinstance(target, torch.dtype) and target not in (torch.float32, torch.float64, torch.bfloat16):
             advice = "Convert single tensors of the mean yourself if you must."
             raise ValueError(message("target", "a device, float32, float64 or bfloat16", str(target), advice))
-        return replace(
-            self,
-            sums={name: value.to(target) for name, value in self.sums.items()},
-            noise={name: value.to(target) for name, value in self.noise.items()},
-        )
+        return self._mapped(lambda value: value.to(target))
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> DiagonalFisher:
+        """The result with a function applied to each tensor of sums and of standard errors."""
+        sums, noise = ({name: function(value) for name, value in d.items()} for d in (self.sums, self.noise))
+        return replace(self, sums=sums, noise=noise)
 
     def filter(self, *patterns: str) -> DiagonalFisher:
         """Only the parameters whose names match one of the patterns, such as "encoder.*"."""
@@ -159,26 +166,52 @@ class DiagonalFisher(Mapping[str, Tensor]):
     def _footer(self) -> str:
         p, tokens = self.provenance, f", {self.positions} positions" if self.positions != self.count else ""
         lines = [f"{self.count} samples{tokens}, {p.batches} batches, {p.passes} passes; {p.estimator}: {p.target}"]
-        return "\n".join([*lines, *self._coarse(), *([p.stopped] if p.stopped else [])])
+        scaled = [] if p.scale == 1 else [f"multiplied by {p.scale:g}"]
+        return "\n".join([*lines, *scaled, *self._coarse(), *([p.stopped] if p.stopped else [])])
 
     def _coarse(self) -> list[str]:
-        """What was squared by batches although the rest was squared by samples."""
-        ways = {name: self.provenance.granularity.get(name, "") for name in self}
-        coarse = [name for name, way in ways.items() if way == "batch"]
-        if not coarse or len(coarse) == len(ways):
+        """The parameters that were squared per batch although the others were squared per sample."""
+        coarse = [name for name in self if self.provenance.granularity.get(name) == "batch"]
+        if not coarse or len(coarse) == len(self):
             return []
         shown = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
-        return [f"squared by batches, with more noise, because no rule covers them: {shown}"]
+        return [f"squared per batch, with more noise, because no rule covers them: {shown}"]
+
+
+class _StandardErrors(Mapping[str, Tensor]):
+    """The standard errors of a diagonal by parameter name, each computed when it is asked for."""
+
+    def __init__(self, result: DiagonalFisher) -> None:
+        self._result = result
+
+    def __getitem__(self, name: str) -> Tensor:
+        result = self._result
+        return result.noise[result.provenance.find(name, result.noise)] / result._divisor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._result)
+
+    def __len__(self) -> int:
+        return len(self._result)
+
+    def __repr__(self) -> str:
+        return f"standard errors of {len(self)} parameters ({self._result.reduction})"
+
+
+@reads("diagonal")
+def diagonal_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> DiagonalFisher:
+    """The diagonal that `DiagonalFisher.save` wrote."""
+    names = json.loads(head["names"])  # the file has an order of its own
+    sums, noise = ({name: tensors[f"{kind}/{name}"] for name in names} for kind in ("sum", "noise"))
+    provenance = Provenance.from_json(head["provenance"])
+    count, positions, reduction = int(head["count"]), int(head["positions"]), check_reduction(head["reduction"])
+    return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
 
 
 def load_diagonal(path: str | Path) -> DiagonalFisher:
-    """Read what `DiagonalFisher.save` wrote."""
-    tensors, head = load_tensors(path)
-    try:
-        names = json.loads(head["names"])  # the file has an order of its own
-        sums, noise = ({name: tensors[f"{kind}/{name}"] for name in names} for kind in ("sum", "noise"))
-        provenance = Provenance.from_json(head["provenance"])
-        count, positions, reduction = int(head["count"]), int(head["positions"]), check_reduction(head["reduction"])
-        return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
-    except (KeyError, ValueError) as error:
-        raise FileError(f"{path} is not the diagonal of a Fisher information, or is damaged ({error!r}).") from error
+    """Read a diagonal; an error for any other kind of result."""
+    result = load(path)
+    if not isinstance(result, DiagonalFisher):
+        expected = "a diagonal (nm.fisher_diagonal and `neuromanifold estimate` make one)"
+        raise ValueError(message("path", expected, f"{path}, a {type(result).__name__}"))
+    return result

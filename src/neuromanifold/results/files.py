@@ -1,14 +1,22 @@
-"""Files: safetensors for tensors, JSON for numbers; written aside and renamed, so that nothing is ever half written."""
+"""Files of results: safetensors for tensors, JSON for numbers; written whole or not at all, read by `load`.
+
+save_tensors, save_json     write beside the target, then rename it: a crash leaves the old file as it was
+@reads("diagonal")          registers the function that makes a result from a file's tensors and header
+load(path)                  finds the kind in the header and calls that function
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,9 +25,114 @@ from torch import Tensor
 FORMAT = "neuromanifold"
 VERSION = 1
 
+Reader = TypeVar("Reader", bound=Callable[[dict[str, Tensor], dict[str, Any]], object])
+
+_readers: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {}
+_AGAIN = "Make it again."
+_ESTIMATE = "nm.fisher_diagonal, or `neuromanifold estimate`, makes a result of a model and its data."
+_CHECKPOINT = (
+    "is the checkpoint of a run that has not ended, not a result. Repeat the call or the command that wrote it: "
+    "it resumes there and returns the result."
+)
+
 
 class FileError(ValueError):
-    """A file that cannot be read as a result: damaged, foreign, or from a later version."""
+    """A file that cannot be read as a result: damaged, foreign, or written by a later version."""
+
+
+def reads(kind: str) -> Callable[[Reader], Reader]:
+    """Register a function from tensors and header to a result as the reader of files of this kind."""
+
+    def register(reader: Reader) -> Reader:
+        _readers[kind] = reader
+        return reader
+
+    return register
+
+
+def load(path: str | Path) -> Any:
+    """Read a result of any kind from its file: a diagonal, a trace, factors, a matrix or bounds.
+
+    The kind is in the file, so its name does not matter, and nothing in a file is ever run (there are no pickles).
+    Whatever is not a result raises an error that says what it is and what to do.
+    """
+    tensors: dict[str, Tensor] = {}
+    if _beginning(path).startswith(b"{"):
+        head = load_json(path)
+    else:
+        tensors, head = load_tensors(path)
+    kind = str(head.get("kind", ""))
+    if kind == "checkpoint":
+        raise FileError(f"{path} {_CHECKPOINT}")
+    if kind not in _readers:
+        raise FileError(f"{path} holds {kind or 'nothing'!r}, not a result: expected one of {', '.join(_readers)}.")
+    try:
+        return _readers[kind](tensors, head)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise FileError(f"{path} is damaged: its {kind} cannot be read ({error!r}). {_AGAIN}") from error
+
+
+def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `save_tensors` wrote: the tensors, and the header with its "kind"."""
+    start = _beginning(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            head, names = dict(file.metadata() or {}), list(file.keys())
+            holds = f"It holds {len(names)} tensors such as {names[0]!r}: the weights of a model? " if names else ""
+            _check_head(path, head, holds + _ESTIMATE)
+            return {name: file.get_tensor(name) for name in names}, head
+    except SafetensorError as error:
+        what = "is truncated or damaged" if start[8:9] == b"{" else "is not a safetensors file, or is damaged"
+        raise FileError(f"{path} {what} ({error}). {_AGAIN}") from error
+
+
+def load_json(path: str | Path) -> dict[str, Any]:
+    """Read what `save_json` wrote."""
+    _beginning(path)
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{path} is not a JSON file, or is truncated or damaged ({error}). {_AGAIN}") from error
+    head = values if isinstance(values, dict) else {}
+    config = "It is the configuration of a model. " if {"model_type", "architectures"} & head.keys() else ""
+    _check_head(path, {key: str(head.get(key, "")) for key in ("format", "version")}, config + _ESTIMATE)
+    return head
+
+
+def _beginning(path: str | Path) -> bytes:
+    """The first bytes of a file that may be a result; an error for whatever is recognisably none."""
+    path = Path(path)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            raise IsADirectoryError(f"{path} is the folder of a model, not a result. {_ESTIMATE}")
+        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".json"))
+        some = f", such as {' or '.join(inside[:2])}" if inside else ""
+        raise IsADirectoryError(f"{path} is a folder, not a result. Name a file{some}.")
+    if not path.is_file():
+        others = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, others, 1)
+        raise FileNotFoundError(f"No file {path}." + (f" Did you mean {near[0]}?" if near else ""))
+    with path.open("rb") as file:
+        start = file.read(64)
+    if not start:
+        raise FileError(f"{path} is empty: it was never written to the end. {_AGAIN}")
+    if start.startswith(b"PK\x03\x04") or (start.startswith(b"\x80") and start[8:9] != b"{"):
+        advice = "A pickle can run any code, so none is read; fim.save(path) writes a file that nm.load reads."
+        raise FileError(f"{path} is a pickle or an archive (torch.save), not a result. {advice}")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        raise FileError(f"{path} is a page, not a result. Give the .safetensors file that the page was made from.")
+    return start
+
+
+def _check_head(path: str | Path, head: dict[str, str], otherwise: str) -> None:
+    if head.get("format") != FORMAT or not head.get("version", "").isdigit():
+        raise FileError(f"{path} was not written by neuromanifold. {otherwise}")
+    if int(head["version"]) > VERSION:
+        got = f"{path} has version {head['version']}, this library reads up to {VERSION}"
+        raise FileError(f"{got}: install a later neuromanifold.")
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, metadata: dict[str, str]) -> None:
@@ -35,7 +148,7 @@ def save_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, metada
 
 
 def _sort_metadata(path: Path) -> None:
-    """In the header, whose length stays: safetensors has a random order, and equal results should be equal files."""
+    """Sort the header, whose length stays: safetensors has a random order, and equal results should be equal files."""
     with path.open("rb+") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -48,8 +161,7 @@ def _sort_metadata(path: Path) -> None:
 
 def save_json(path: str | Path, kind: str, values: dict[str, object]) -> None:
     """Write numbers and text to a JSON file, all or nothing."""
-    text = json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **values}, indent=2)
-    _write_aside(Path(path), lambda aside: aside.write_text(text + "\n"))
+    save_text(path, json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **values}, indent=2) + "\n")
 
 
 def save_text(path: str | Path, text: str) -> None:
@@ -57,65 +169,24 @@ def save_text(path: str | Path, text: str) -> None:
     _write_aside(Path(path), lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
-def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what `save_tensors` wrote."""
-    _must_exist(Path(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = dict(file.metadata() or {})
-            _check_head(path, head)
-            return {name: file.get_tensor(name) for name in file.keys()}, head  # noqa: SIM118
-    except SafetensorError as error:
-        raise FileError(f"{path} is not a safetensors file, or is damaged ({error}). Make it again.") from error
-
-
-def kind_of(path: str | Path) -> str:
-    """What a file that `save_tensors` wrote holds, without reading it all."""
-    _must_exist(Path(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise FileError(f"{path} is not a safetensors file, or is damaged ({error}). Make it again.") from error
-    _check_head(path, head)
-    return str(head.get("kind", ""))
-
-
-def load_json(path: str | Path) -> dict[str, object]:
-    """Read what `save_json` wrote."""
-    _must_exist(Path(path))
-    try:
-        values = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} is not a JSON file, or is damaged ({error}). Make it again.") from error
-    if not isinstance(values, dict):
-        raise FileError(f"{path} is a JSON file, but not one that neuromanifold has written.")
-    _check_head(path, {key: str(value) for key, value in values.items() if key in ("format", "version", "kind")})
-    return values
-
-
-def is_json(path: str | Path) -> bool:
-    """Whether a file holds JSON, by its beginning; by its name if there is no such file."""
+def check_destination(path: str | Path, size: int = 0) -> None:
+    """Raise an OSError that says why if a file of `size` bytes cannot be written there."""
     path = Path(path)
-    if not path.is_file():
-        return path.suffix == ".json"
-    with path.open("rb") as file:
-        return file.read(1) == b"{"
-
-
-def _check_head(path: str | Path, head: dict[str, str]) -> None:
-    if head.get("format") != FORMAT or not head.get("version", "").isdigit():
-        raise FileError(f"{path} was not written by neuromanifold (no '{FORMAT}' mark in it).")
-    if int(head["version"]) > VERSION:
-        found = head["version"]
-        raise FileError(
-            f"{path} has version {found}, this library reads up to {VERSION}: install a later neuromanifold."
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file to write to.")
+    if path.exists() and not path.is_file():  # it would be replaced
+        raise FileExistsError(f"{path} is a device or a pipe; name a file to write to.")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"No folder {folder} to write {path.name} to; make it first.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"The folder {folder} cannot be written to: it is read-only. Write {path.name} elsewhere."
         )
-
-
-def _must_exist(path: Path) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"No file {path}.")
+    free = shutil.disk_usage(folder).free if size else 0
+    if size > free:
+        text = f"{path.name} takes {byte_size(size)}, and {byte_size(free)} are free in {folder}"
+        raise OSError(errno.ENOSPC, f"{text}. Make room, or write elsewhere")
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
@@ -125,13 +196,15 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
     has not finished: all of that is in one place if the process is killed.
     """
     path = path.resolve() if path.is_symlink() else path
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file to write to.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"No folder {path.parent} to write {path.name} to; make it first.")
+    check_destination(path)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as folder:
         aside = Path(folder) / path.name
-        write(aside)
+        try:
+            write(aside)
+        except SafetensorError as error:
+            if code := re.search(r"os error (\d+)", str(error)):  # a full disk is no matter of the format
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+            raise
         aside.chmod(0o644)
         with aside.open("rb+") as file:
             os.fsync(file.fileno())
@@ -139,10 +212,19 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """The folder that a process which was killed while writing has left; not what others have named like that."""
+    """Remove the folder that a process left which was killed while it wrote `path`, and nothing else."""
     named = re.compile(re.escape(f".{path.name}.") + "[a-z0-9_]{8}")  # as tempfile does
     for entry in path.parent.iterdir() if path.parent.is_dir() else ():
         if named.fullmatch(entry.name) and entry.is_dir():
             inside = [one.name for one in entry.iterdir()]
             if all(name == path.name or name.startswith(".tmp") for name in inside):
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def byte_size(count: float) -> str:
+    """A number of bytes with its unit, such as "3.2 MB"."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

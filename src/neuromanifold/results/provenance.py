@@ -1,16 +1,25 @@
-"""Where a result comes from: enough to repeat it, and to know what it is."""
+"""Where a result comes from: enough to repeat it, to know what it is, and to refuse a sum that would be wrong."""
 
 from __future__ import annotations
 
 import json
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from neuromanifold.core.checks import message
+from neuromanifold.problem.parameters import plain_name
+
+
+class UnknownParameterError(KeyError):
+    """A name that a result has no values for; the message says why, and which names are near."""
+
+    __str__ = Exception.__str__  # KeyError shows its argument in quotes, with escapes
 
 
 @dataclass(frozen=True)
@@ -21,9 +30,11 @@ class Provenance:
     target: str  # what it is right for: "exact", "unbiased", "biased (...)"
     likelihood: str = "Categorical"
     granularity: dict[str, str] = field(default_factory=dict)  # parameter: "sample", "batch", "sample, one by one"
-    seeds: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # of the probes' noise; empty: nothing is random
+    noise_factor: float = 1.0  # c with Var(g²) <= c E[g⁴] for one pass of the estimator; 1 holds for any
     batches: int = 0
     passes: int = 0  # backward passes altogether
+    verified: int = 0  # batches whose per-sample gradients were compared with autograd's
     model: str = ""
     data: str = ""
     dtype: str = ""
@@ -31,30 +42,68 @@ class Provenance:
     stopped: str = ""  # why a run ended before its data did
     versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
     parts: int = 1  # how many runs have been added
-    draws: list[list[int]] = field(default_factory=list)  # [seed, start, stop, step]: whose batches' noise was drawn
+    draws: list[list[int]] = field(default_factory=list)  # of each run: [seed, start, stop, step] of its batches
+    data_fingerprints: list[str] = field(default_factory=list)  # of each run: that of batch 0 of all its data
     weights: str = ""  # a fingerprint of the parameters
+    scale: float = 1.0  # what the result was multiplied by
+    frozen: list[str] = field(default_factory=list)  # parameters that were left out because they are not trainable
+    tied: dict[str, str] = field(default_factory=dict)  # other names of shared parameters: the name in the result
 
     def plus(self, other: Provenance) -> Provenance:
         """The provenance of a sum over disjoint data; the two must have estimated the same thing in the same way."""
-        for name in ("estimator", "likelihood", "model"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                advice = "Only results of the same estimator and model over disjoint data add up."
-                raise ValueError(message("other", f"a result with {name} {mine!r}", repr(theirs), advice))
-        if self.weights and other.weights and self.weights != other.weights:
-            advice = "Only results of the same weights over disjoint data add up; are they from two steps of training?"
-            raise ValueError(message("other", "a result of the same weights", "one of others", advice))
+        self.check_like(other)
+        if other is self or self._shares_data_with(other):
+            got = "one that has seen the same batches" + (" with the same seed" if self.seeds and other.seeds else "")
+            advice = (
+                "Their sum would count these twice. Results add up over shards of one run, and over different data."
+            )
+            raise ValueError(message("other", "a result over other data", got, advice))
+        known = bool(self.draws and other.draws)
+        seen = known and bool(self.data_fingerprints and other.data_fingerprints)
         return replace(
             self,
             batches=self.batches + other.batches,
             passes=self.passes + other.passes,
+            verified=self.verified + other.verified,
             granularity={**self.granularity, **_coarser(self.granularity, other.granularity)},
             seeds=sorted({*self.seeds, *other.seeds}),
+            noise_factor=max(self.noise_factor, other.noise_factor),
             data=self.data if self.data == other.data else f"{self.data} + {other.data}",
             stopped=self.stopped or other.stopped,
             parts=self.parts + other.parts,
-            draws=[*self.draws, *other.draws] if self.draws and other.draws else [],
+            draws=[*self.draws, *other.draws] if known else [],
+            data_fingerprints=[*self.data_fingerprints, *other.data_fingerprints] if seen else [],
         )
+
+    def times(self, factor: float) -> Provenance:
+        """The provenance of a result that was multiplied by a factor."""
+        return replace(self, scale=self.scale * factor)
+
+    def find(self, name: str, names: Iterable[str]) -> str:
+        """The one of `names` that a parameter goes by, whichever of its names is given.
+
+        Parameters that are tied to each other have one set of values, under the first name; prefixes of wrappers
+        (`torch.compile`, `DistributedDataParallel`) do not count.
+        """
+        names = names if isinstance(names, (dict, list)) else list(names)
+        for candidate in (name, plain_name(name)) if isinstance(name, str) else (name,):
+            for held in (candidate, self.tied.get(candidate)):
+                if held in names:
+                    return str(held)
+        raise UnknownParameterError(f"No parameter {name!r} in this result: {self._why_not(str(name), list(names))}")
+
+    def _why_not(self, name: str, names: list[str]) -> str:
+        name = plain_name(name)
+        if name in self.frozen:
+            return "it is frozen. Call .requires_grad_() on it before the run, if you want it."
+        if name in self.tied:
+            return f"it is tied to {self.tied[name]!r}, which was not selected."
+        if name in self.granularity:
+            return "it was filtered out."
+        near = get_close_matches(name, [*names, *self.tied, *self.frozen], 3, 0.5)
+        if near:
+            return f"did you mean {' or '.join(map(repr, near))}?"
+        return f"there are {len(names)}, such as {', '.join(map(repr, names[:3]))}."
 
     def shares_noise_with(self, other: Provenance) -> bool:
         """Whether the two runs drew the same random numbers: then their errors do not cancel.  Warns if so.
@@ -63,41 +112,64 @@ class Provenance:
         """
         if not set(self.seeds) & set(other.seeds):
             return False
-        if self.draws and other.draws and not any(_overlap(a, b) for a in self.draws for b in other.draws):
+        pairs = [(a, b) for a in self.draws for b in other.draws]
+        if pairs and not any(a[0] == b[0] and _overlap(a, b) for a, b in pairs):
             return False
-        text = (
-            "Both results were made with the same seed, so their noise is the same, too, and their standard errors add."
-        )
+        text = "Both results were made with the same seed, so their noise is the same and their standard errors add."
         advice = " Give each part of the data a seed of its own, such as seed=rank, or run it as shard=(rank, ranks)."
         warnings.warn(text + advice, stacklevel=4)
         return True
 
+    def check_like(self, other: Provenance) -> None:
+        """Refuse a sum of different things, with what differs most first: model, weights, then how it was done."""
+        same = "Only results of the same model and estimator over disjoint data add up."
+        if self.model != other.model:
+            raise ValueError(message("other", f"a result of the model {self.model!r}", repr(other.model), same))
+        selected = self.granularity.keys() == other.granularity.keys()  # else weights cannot be compared
+        if selected and self.weights and other.weights and self.weights != other.weights:
+            advice = f"{same} Are they from two steps of training?"
+            raise ValueError(message("other", "a result of the same weights", "one of other weights", advice))
+        for name in ("likelihood", "estimator"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(message("other", f"a result with {name} {mine!r}", repr(theirs), same))
+        if not math.isclose(self.scale, other.scale):
+            got = f"one that was multiplied by {other.scale:g}"
+            advice = "Add first and scale then, or combine the tensors of both yourself."
+            raise ValueError(message("other", f"multiplied by {self.scale:g} like this one", got, advice))
+
+    def _shares_data_with(self, other: Provenance) -> bool:
+        """Whether a batch is in both: of the same data, with the same number, and without noise of its own."""
+        mine, theirs = (list(zip(p.data_fingerprints, p.draws, strict=False)) for p in (self, other))
+        random = bool(self.seeds and other.seeds)
+        return any(
+            data == others and not (random and a[0] != b[0]) and _overlap(a, b)
+            for data, a in mine
+            for others, b in theirs
+        )
+
     def to_json(self) -> str:
-        """As JSON text."""
+        """The fields as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Provenance:
-        """From JSON text."""
+        """The provenance that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Provenance:
-        """From its fields; those that a later version has added are left out."""
+        """The provenance with these fields; those that a later version has added are left out."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
 
 def _coarser(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
-    """How parameters were done in the part that did them less well."""
+    """The parameters that were squared per batch in one of the parts."""
     return {name: "batch" for name in a if "batch" in (a[name], b.get(name))}
 
 
 def _overlap(a: list[int], b: list[int]) -> bool:
-    """Whether two [seed, start, stop, step] have a batch in common."""
-    common = math.gcd(a[3], b[3])
-    if a[0] != b[0] or (a[1] - b[1]) % common:
-        return False
+    """Whether two [seed, start, stop, step] have a batch number in common."""
     first, second = range(*a[1:]), range(*b[1:])
-    skipped = max(0, -(-(b[1] - a[1]) // a[3]))  # of the first, what comes before the second
-    return any(number in second for number in first[skipped:][: b[3] // common])  # one of these is, or none
+    return any(number in second for number in first)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from neuromanifold.core.checks import message
-from neuromanifold.results.files import FileError, load_json, save_json
+from neuromanifold.results.files import reads, save_json
 from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.scaling import Scalable
 
 Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
-class TraceEstimate:
-    """tr F with its standard error (of the probes' noise; the data are taken as given)."""
+class TraceEstimate(Scalable):
+    """tr F with its standard error (of the probes' noise; the data are taken as given): what every `.trace` returns.
+
+    What is stored is the sum over samples and their number; `reduction` chooses what `value` and `stderr` show, "mean"
+    (per sample) or "sum".  It converts to a float, and formats as one: f"{fim.trace:.3f}".
+    """
 
     sum: float  # over the samples
     noise: float  # standard error of the sum
@@ -37,6 +44,9 @@ class TraceEstimate:
     def __float__(self) -> float:
         return self.value
 
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)
+
     def __str__(self) -> str:
         per = "per sample" if self.reduction == "mean" else "in all"
         return f"tr F = {self.value:.6g} ± {self.stderr:.2g} {per} ({self.count} samples, {self.provenance.estimator})"
@@ -44,73 +54,37 @@ class TraceEstimate:
     def __add__(self, other: TraceEstimate) -> TraceEstimate:
         if not isinstance(other, TraceEstimate):
             return NotImplemented
+        provenance = self.provenance.plus(other.provenance)
         shared = self.noise * other.noise > 0 and self.provenance.shares_noise_with(other.provenance)
         return replace(
             self,
             sum=self.sum + other.sum,
             noise=self.noise + other.noise if shared else math.hypot(self.noise, other.noise),
             count=self.count + other.count,
-            provenance=self.provenance.plus(other.provenance),
+            provenance=provenance,
         )
 
-    def __radd__(self, other: object) -> TraceEstimate:
-        return self if other == 0 else NotImplemented  # so that sum(...) works
+    def _times(self, factor: float) -> TraceEstimate:
+        scaled = self.provenance.times(factor)
+        return replace(self, sum=factor * self.sum, noise=factor * self.noise, provenance=scaled)
 
     def save(self, path: str | Path) -> None:
-        """Write to a JSON file, all or nothing."""
+        """Write to a JSON file, all or nothing; `nm.load` reads it."""
         save_json(path, "trace", asdict(self))
 
 
-def load_trace(path: str | Path) -> TraceEstimate:
-    """Read what `TraceEstimate.save` wrote."""
-    values = load_json(path)
-    try:
-        provenance = values["provenance"]
-        assert isinstance(provenance, dict)
-        numbers = {key: values[key] for key in ("sum", "noise", "count", "reduction")}
-        return TraceEstimate(**numbers, provenance=Provenance.from_dict(provenance))  # type: ignore[arg-type]
-    except (KeyError, TypeError, AssertionError) as error:
-        raise FileError(f"{path} is not the trace of a Fisher information, or is damaged ({error!r}).") from error
-
-
-def trace_from_passes(
-    batches: list[list[float]],
-    noise_factor: float,
-    samples: float,
-    samples_variance: float,
-    count: int,
-    provenance: Provenance,
-    reduction: Reduction,
-) -> TraceEstimate:
-    """Σ ‖g‖² over passes of whole batches and over samples, with a standard error from the run itself.
-
-    Of samples, Σ c ‖g‖⁴ is the variance or more, as for a single entry.  Several passes of a batch are independent
-    copies of each other, so their spread is unbiased.  With one pass for each batch the spread between batches serves,
-    which contains how much the batches differ and is never too small on average; with a single batch there is only
-    E[T²] >= Var(T) left.  The two kinds share their probes, so that their errors add, and passes need not be copies.
-    """
-    total = sum(map(sum, batches))
-    if not noise_factor:
-        variance = 0.0
-    elif samples:
-        variance = noise_factor * sum(value**2 for passes in batches for value in passes)
-    elif batches and min(len(passes) for passes in batches) > 1:
-        variance = sum(len(passes) * _sample_variance(passes) for passes in batches)
-    elif len(batches) > 1:
-        variance = len(batches) * _sample_variance([sum(passes) for passes in batches])
-    else:
-        variance = noise_factor * total**2
-    noise = math.sqrt(variance) + math.sqrt(samples_variance)
-    return TraceEstimate(total + samples, noise, count, provenance, reduction)
-
-
-def _sample_variance(values: list[float]) -> float:
-    mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+@reads("trace")
+def trace_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> TraceEstimate:
+    """The trace that `TraceEstimate.save` wrote."""
+    del tensors
+    total, noise, count = float(head["sum"]), float(head["noise"]), int(head["count"])
+    return TraceEstimate(
+        total, noise, count, Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"])
+    )
 
 
 def check_reduction(reduction: str) -> Reduction:
-    """'mean' (per sample) or 'sum' (over samples)."""
+    """The reduction, if it is "mean" (per sample) or "sum" (over samples)."""
     if reduction not in ("mean", "sum"):
         raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
     return "mean" if reduction == "mean" else "sum"

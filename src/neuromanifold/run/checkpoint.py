@@ -1,15 +1,15 @@
 """Keeping the state of a run in a file, so that the run can be taken up again with the same numbers, bit for bit.
 
-    kept.resume()                   what the file says, if it is of the same run; else an error that names what differs
+    saved.resume()                  what the file says, if it is of the same run; else an error that names what differs
     for number, batch in data:
-        if kept.passes_over(...)    done before; the batches must be what they were
-        kept.batch_begins(batch)
+        if saved.was_done(...)      the batches must be what they were
+        saved.begin_batch(batch)
         ...
-        kept.batch_done()
-        if kept.is_due: write()     aside and renamed: the old file is there until the new one is complete
-    kept.write()                    at the end, and when Ctrl-C or the data end the run
+        saved.end_batch()
+        if saved.is_due: write()    aside and renamed: the old file is there until the new one is complete
+    saved.write()                   at the end, and when Ctrl-C or the data end the run
 
-What there is to keep between two batches: the sums, counts, and what has been found out about the model.  The noise of
+What there is to save between two batches: the sums, counts, and what has been found out about the model.  The noise of
 a batch depends on the seed and the batch's number alone (`noise.py`).
 """
 
@@ -22,18 +22,22 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message
+from neuromanifold.persample.accumulate import StatefulSums
 from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
-from neuromanifold.run.granularity import callers_level
-from neuromanifold.run.step import Settings, Step
+from neuromanifold.run.counts import Counts
+from neuromanifold.run.methods import Method
+from neuromanifold.run.step import Settings
 
 _SECONDS, _SHARE = 30.0, 1 / 20  # between two writes; of the time that may be spent on writing
 _LOOKED_AT = 2**13  # numbers of each tensor of a batch
@@ -59,35 +63,14 @@ class Checkpoint:
             raise ValueError(message("every", "a number of seconds >= 0, or None", repr(self.every)))
 
 
-@runtime_checkable
-class KeepableSums(Protocol):
-    """Sums whose state can be kept."""
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Between batches, all that the rest of a run depends on: tensors and numbers."""
-
-    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on from there."""
-
-
-class Counted(Protocol):
-    """What a run has seen so far."""
-
-    samples: int
-    positions: int
-    batches: int
-    next: int
-    dtype: str
-
-
-class Kept:
+class CheckpointedRun:
     """The state of one run, and its file."""
 
     def __init__(
-        self, checkpoint: Checkpoint, identity: dict[str, Any], step: Step, sums: KeepableSums, counts: Counted
+        self, checkpoint: Checkpoint, identity: dict[str, Any], method: Method, sums: StatefulSums, counts: Counts
     ) -> None:
         self.path, self._every = Path(checkpoint.path).resolve(), checkpoint.every  # of a link, what it leads to
-        self._identity, self._step, self._sums, self._counts = identity, step, sums, counts
+        self._identity, self._method, self._sums, self._counts = identity, method, sums, counts
         self._first, self._last = "", ""  # fingerprints of the first batch, and of all batches, in the file
         self._done = self._begun = ""  # fingerprints of the batches done or passed over; with the one that has begun
         self._resumed = self._written = 0  # counts.next at these times
@@ -106,14 +89,15 @@ class Kept:
         tensors, state = found
         _compare(self._identity, state["identity"], self.path)
         self._sums.set_state(tensors, state["sums"])
-        self._step.squares.set_state(state["squares"])
+        self._method.set_state(state["method"])
         for name in _COUNTS:
             setattr(self._counts, name, state["counts"][name])
+        self._counts.running_samples, self._counts.running_positions = self._counts.samples, self._counts.positions
         self._first, self._last = state["first"], state["last"]
         self._resumed = self._written = self._counts.next
         self._plan_next(0.0)
 
-    def passes_over(self, number: int, item: object) -> bool:
+    def was_done(self, number: int, item: object) -> bool:
         """Whether this batch was done before; the batches must be what they were, which the first may show already."""
         if number >= self._resumed:
             return False
@@ -133,11 +117,11 @@ class Kept:
             expected = f"the data that the run was begun with, at least {self._resumed} batches"
             raise ValueError(message("data", expected, f"{batches} batches", _afresh(self.path)))
 
-    def batch_begins(self, item: object) -> None:
+    def begin_batch(self, item: object) -> None:
         """Look at it before the model does, which may work in place."""
         self._begun = self._with(item)
 
-    def batch_done(self) -> None:
+    def end_batch(self) -> None:
         """The batch that has begun has come to its end."""
         self._done = self._begun
         self._first = self._first or self._done
@@ -167,7 +151,7 @@ class Kept:
         found, values = self._sums.state()
         tensors = {name: value.cpu() for name, value in found.items()}
         counts = {name: getattr(self._counts, name) for name in _COUNTS}
-        known = {"sums": values, "squares": self._step.squares.state()}
+        known = {"sums": values, "method": self._method.state()}
         state = {"identity": self._identity, "counts": counts, **known, "first": self._first, "last": self._done}
         text = json.dumps(state)
         head = {"state": text, "fingerprint": fingerprint(("state", text), *sorted(tensors.items()))}
@@ -179,11 +163,10 @@ class Kept:
         self._due = time.monotonic() + (max(_SECONDS, seconds / _SHARE) if self._every is None else self._every)
 
 
-def identity_of(
-    model: nn.Module, parameters: dict[str, nn.Parameter], settings: Settings, sums: object
-) -> dict[str, Any]:
-    """All that must be the same for a run to be taken up, by the name that an error gives it."""
-    likelihood, device = settings.likelihood, next(iter(parameters.values())).device.type
+def identity_of(problem: Problem, settings: Settings, sums: object, shard: tuple[int, int]) -> dict[str, Any]:
+    """Return all that must be the same for a run to be resumed, by the name that an error gives it."""
+    model, parameters, likelihood = problem.model, problem.parameters, problem.likelihood
+    device = next(iter(parameters.values())).device.type
     modules = [(name, (type(module).__qualname__, module.extra_repr())) for name, module in model.named_modules()]
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "none"
     return {
@@ -197,10 +180,10 @@ def identity_of(
         "what the likelihood computes": fingerprint(("", likelihood)),
         "granularity": settings.granularity,
         "seed": settings.seed,
-        "shard": list(settings.shard),
-        "class_dim": settings.class_dim,
-        "batch_dim": settings.batch_dim,
-        "ignore_index": settings.ignore_index,
+        "shard": list(shard),
+        "class_dim": problem.class_dim,
+        "batch_dim": problem.batch_dim,
+        "ignore_index": problem.ignore_index,
         "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters.items()],
         "modules of the model": fingerprint(("", [(name, _without_addresses(str(kind))) for name, kind in modules])),
         "weights of the model": fingerprint(*model.named_parameters(), *model.named_buffers()),

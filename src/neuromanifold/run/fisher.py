@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,11 +22,12 @@ from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
-from neuromanifold.results.trace import check_reduction, trace_from_passes
+from neuromanifold.results.trace import check_reduction
 from neuromanifold.run.checkpoint import Checkpoint
+from neuromanifold.run.counts import Counts
 from neuromanifold.run.granularity import Granularity
 from neuromanifold.run.interrupts import OnInterrupt, check_on_interrupt
-from neuromanifold.run.loop import Counts, CudaGraphs, LoopOptions, run
+from neuromanifold.run.loop import CudaGraphs, LoopOptions, run
 from neuromanifold.run.step import Settings
 
 _FINGERPRINTED = 1024  # numbers of each parameter
@@ -157,10 +157,6 @@ def fisher_trace(
     counts = _run(problem, settings, sums, options, rtol)
     provenance = make_provenance(problem, settings, counts, options.shard)
     return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view)
-
-
-class _SumsWithError(Protocol):
-    def relative_error(self) -> float | None: ...
 
 
 def _options(

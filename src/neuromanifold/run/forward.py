@@ -33,12 +33,13 @@ def captured_forward(
         try:
             with engine.capturing():
                 outputs = problem.evaluate(batch, estimator)
-            backward = engine.plan(outputs.logits, reference)
-            if backward is not None:
-                return outputs, backward
         except Exception:
             if reference is None or len(engine.excluded) == len(engine.parameters):
                 raise
             engine.exclude_all()
+        else:
+            backward = engine.plan(outputs.logits, reference)
+            if backward is not None:
+                return outputs, backward
         if restore is not None:
             restore()

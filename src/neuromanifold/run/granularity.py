@@ -6,7 +6,6 @@ from typing import Literal
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
-from neuromanifold.problem.suspicions import callers_level as callers_level
 
 Granularity = Literal["auto", "batch", "sample"]
 

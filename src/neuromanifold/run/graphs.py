@@ -1,13 +1,14 @@
-"""Recording the work on a batch once and replaying it, since on a fast GPU launching operations may take longest.
+"""Capture the work on a batch as CUDA graphs, since on a fast GPU launching kernels may take longer than running them.
 
-    batch 1         as always; whatever is found out or compiled only once is done by then
-    batch 2         a rehearsal: done as well, and watched for anything that waits for the device
-    batch 3         recorded as two CUDA graphs, forward and the rest, then replayed
-    batches 4, ...  copied into the recorded batch's memory and replayed, if they have the same shapes
+    batch 0         eagerly; whatever is decided or compiled only once is done by then
+    batch 1         eagerly as well, and watched for anything that waits for the device
+    batch 2         captured as two CUDA graphs, forward and backward, then replayed
+    batches 3, ...  copied into the captured batch's memory and replayed, if they have the same shapes
 
-A recording knows nothing of Python: a model that counts its calls, or reads the clock, would be replayed as it was.  So
-recorded logits are compared with the model's own in replays number 1, 2, 4, 8, ... and in the last one.  What cannot be
-recorded (values that are read back, other shapes, hooks of the user's) is done as always.
+A captured graph knows nothing of Python: a model that counts its calls, or reads the clock, would be replayed as it was.
+So replayed logits are compared with the model's own in replays number 1, 2, 4, 8, ... and in the last one; and batches
+whose per-sample gradients have to be verified run eagerly.  What cannot be captured (values that are read back, other
+shapes, hooks of the user's) runs eagerly, too.
 """
 
 from __future__ import annotations
@@ -15,32 +16,33 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from neuromanifold.persample.sums import DiagonalSums, GradientSums, Tally
-from neuromanifold.persample.watch import Watch
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.validation import Found
 from neuromanifold.run.step import Step
 
-_BEFORE = 2  # batches of a kind that are done, and rehearsed, before one is recorded
-_RECORDINGS = 8  # at most: each keeps a batch's activations
+_EAGER = 2  # batches of a kind that run eagerly before one is captured
+_GRAPHS = 8  # at most: each keeps a batch's activations
+_ROOM = 2.0  # times the memory that is used so far must be free, for "auto"
 _REASON = 300  # characters
 
 
-class NotReplayedWarning(UserWarning):
-    """The answer is right, but batches could not be replayed, and take as long as without `replay`."""
+class NotCapturedWarning(UserWarning):
+    """The result is right, but batches could not be captured as CUDA graphs, and take as long as without them."""
 
 
-class Recorder:
-    """CUDA graphs on a stream of their own, which share their memory."""
+class GraphRecorder:
+    """Captures CUDA graphs on a stream of their own; they share their memory."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -48,8 +50,8 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
-    def recording(self) -> Iterator[Any]:
-        """What is launched inside is recorded, and not done."""
+    def capture(self) -> Iterator[Any]:
+        """Capture what is launched inside, instead of running it."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self._generator)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -62,8 +64,8 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
-    def rehearsal(self) -> Iterator[list[str]]:
-        """What waits for the device inside is noted in the list: it could not be recorded."""
+    def watch_synchronization(self) -> Iterator[list[str]]:
+        """Note in the list what waits for the device inside: it could not be captured."""
         noted: list[str] = []
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -80,29 +82,32 @@ class Recorder:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     @contextmanager
-    def told(self, recorded: bool) -> Iterator[None]:
-        """What a model hears that asks whether it is recorded: if it is, it may leave something out, or do more."""
+    def reported_as(self, capturing: bool) -> Iterator[None]:
+        """Set what `torch.cuda.is_current_stream_capturing` returns: models that ask may leave something out, or do more.
+
+        Models ask this function itself, so that there is no argument that would do.
+        """
         before = torch.cuda.is_current_stream_capturing
-        torch.cuda.is_current_stream_capturing = lambda: recorded
+        torch.cuda.is_current_stream_capturing = lambda: capturing
         try:
             yield
         finally:
             torch.cuda.is_current_stream_capturing = before
 
     def recover(self) -> None:
-        """After a recording that has failed: torch ends its bookkeeping, of random numbers too, with another one."""
+        """End torch's bookkeeping, of random numbers too, after a capture that has failed: the next one does that."""
         torch.cuda.synchronize()
-        with suppress(RuntimeError), self.recording():
+        with suppress(RuntimeError), self.capture():
             torch.zeros(1, device=self._generator.device)
 
 
 @dataclass
-class _Recording:
-    """The memory that a batch is copied into, what follows from it, and how."""
+class _CapturedBatch:
+    """The memory that a batch is copied into, what follows from it, and the graphs."""
 
     batch: Batch
     outputs: Outputs
-    found: Found | None  # whether the outputs are good
+    found: Found | None  # whether the outputs are finite
     passes: int
     tally: Tally  # samples that the sums count
     forward: Any
@@ -111,157 +116,165 @@ class _Recording:
     compared: int = 0  # the number of the replay whose logits have been compared last
 
 
-class Replay:
-    """A step that replays itself where that is possible."""
+class CapturedSteps:
+    """A step that replays CUDA graphs of itself where that is possible."""
 
-    def __init__(self, step: Step, sums: GradientSums, recorder: Any = None) -> None:
-        self._step, self._recorder = step, recorder
-        possible = isinstance(sums, DiagonalSums) and (recorder is not None or step.device.type == "cuda")
-        self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: not replayed (any more)
-        if possible and not _plain(step.model):
+    def __init__(
+        self, step: Step, sums: GradientSums, wanted: bool | Literal["auto"] = True, recorder: Any = None
+    ) -> None:
+        self._step, self._recorder, self._wanted = step, recorder, wanted
+        possible = isinstance(sums, DiagonalSums) and (recorder is not None or step.problem.device.type == "cuda")
+        self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: nothing is captured any more
+        if possible and not _has_no_hooks(step.problem.model):
             self._give_up("modules have hooks, which a replay would not call")
-        step.around_model = self._around_model
-        self._told = False
+        self._reported = False  # as capturing, to the model
         self._times: dict[object, int] = {}
-        self._recordings: dict[object, _Recording] = {}
+        self._graphs: dict[object, _CapturedBatch] = {}
         self.replayed = 0
 
-    def __call__(self, batch: Batch, number: int) -> Outputs:
-        """Replay if there is a recording of this kind of batch; make one if it is time to."""
-        signature = None if self._sums is None else _signature(tuple(batch[:3]))
-        if self._sums is None or signature is None:
-            return self._step(batch, number)
+    def __call__(self, batch: Batch) -> Outputs:
+        """Replay if there is a graph for this kind of batch; capture one if it is time to."""
+        signature = None if self._sums is None else _signature((batch.args, batch.kwargs, batch.labels))
+        if self._sums is None or signature is None or self._step.method.must_run_eagerly:
+            return self._eagerly(batch)
         key = signature, self._sums.variant
-        if key not in self._recordings and self._times.get(key, 0) >= _BEFORE:
-            self._record(key, batch, number, self._sums)
-        recording = self._recordings.get(key)
-        if recording is None:
-            self._times[key] = self._times.get(key, 0) + 1
-            rehearses = self._times[key] == _BEFORE
-            return self._rehearse(batch, number, self._sums) if rehearses else self._step(batch, number)
-        watch = self._step.squares.watch
-        if watch is not None and watch.quiet and watch.calls_for_a_trial(watch.quiet):
-            return self._step(batch, number)
-        return self._replay(recording, batch, number, self._sums)
+        if key not in self._graphs and self._times.get(key, 0) >= _EAGER:
+            self._capture(key, batch, self._sums)
+        captured = self._graphs.get(key)
+        if captured is not None:
+            return self._replay(captured, batch, self._sums)
+        self._times[key] = self._times.get(key, 0) + 1
+        return self._watched(batch, self._sums) if self._times[key] == _EAGER else self._eagerly(batch)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Compare the last replays with the model, where that has not been done."""
-        for recording in self._recordings.values():
-            if recording.compared < recording.replayed and not self._is_right(recording):
-                self._complain("the last batches")
+        for captured in self._graphs.values():
+            if captured.compared < captured.replayed and not self._is_right(captured):
+                self._raise_changed("the last batches")
 
     @property
     def _tape(self) -> Any:
-        self._recorder = self._recorder or Recorder(self._step.generator)
+        self._recorder = self._recorder or GraphRecorder(self._step.generator)
         return self._recorder
 
-    @contextmanager
-    def _around_model(self) -> Iterator[None]:
-        """The model hears the same in all batches, recorded or not, so that it does the same operations."""
-        with self._tape.told(self._told) if self._sums is not None else nullcontext():
-            yield
+    def _eagerly(self, batch: Batch) -> Outputs:
+        if self._sums is None:
+            return self._step(batch)
+        with self._tape.reported_as(self._reported):  # the same in all batches, so that a model does the same
+            return self._step(batch)
 
     @contextmanager
     def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Found]]:
-        """What is looked at now and then is not looked at inside; whether outputs are good, later."""
-        watch = self._step.squares.watch or Watch()
-        sums.recording, watch.may_wait = True, False
+        """Postpone what is read back now and then; whether outputs are finite is given out."""
+        sums.capturing = True
         try:
-            with self._step.validation.postponed() as found:
+            with self._step.method.without_synchronization(), self._step.validation.postponed() as found:
                 yield found
         finally:
-            sums.recording, watch.may_wait = False, True
+            sums.capturing = False
 
-    def _rehearse(self, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
-        """As always, but for what is read back between passes; a model that waits for the device is not recorded."""
-        with self._nothing_read_back(sums) as found, self._tape.rehearsal() as noted:
-            outputs = self._step(batch, number)
+    def _watched(self, batch: Batch, sums: DiagonalSums) -> Outputs:
+        """Run eagerly, without reading anything back; a model that waits for the device is not captured."""
+        with self._nothing_read_back(sums) as found, self._tape.watch_synchronization() as noted:
+            outputs = self._eagerly(batch)
         if found:
-            self._step.validation.look_later(found[0], number)
+            self._step.validation.check_later(found[0], batch.number)
         if noted:
-            self._impossible(f"the device is waited for: {noted[0]}")
+            self._cannot_capture(f"the model waits for the device: {noted[0]}")
         return outputs
 
-    def _record(self, key: object, batch: Batch, number: int, sums: DiagonalSums) -> None:
-        current = {other: kept for other, kept in self._recordings.items() if other[1] == key[1]}  # type: ignore[index]
-        if len(current) >= _RECORDINGS:
+    def _capture(self, key: object, batch: Batch, sums: DiagonalSums) -> None:
+        current = [other for other in self._graphs if other[1] == key[1]]  # type: ignore[index]
+        if len(current) >= _GRAPHS or not self._has_room():
             return
-        step, passes, tally = self._step, self._step.squares.passes, sums.tally()
-        recorder = self._tape
-        if not self._recordings:
-            torch.cuda.empty_cache()  # recordings have memory of their own; what batches have used so far is given back
-        own = Batch(*(_copied(part) for part in batch))
+        step, recorder = self._step, self._tape
+        passes, tally = step.method.passes, sums.tally()
+        if not self._graphs:
+            torch.cuda.empty_cache()  # graphs have memory of their own; what batches have used so far is given back
+        own = batch._replace(**{name: _copied(getattr(batch, name)) for name in ("args", "kwargs", "labels")})
         try:
-            with self._nothing_read_back(sums), recorder.recording() as forward:
-                outputs = step.forward(own, number)
-            with self._nothing_read_back(sums) as found, recorder.recording() as backward:
-                step.backward(outputs)
-        except Exception as error:  # an operation that waits for the device, or that cannot be recorded
-            sums.forget()
+            with self._tape.reported_as(self._reported):
+                with self._nothing_read_back(sums), recorder.capture() as forward:
+                    outputs = step.forward(own)
+                with self._nothing_read_back(sums) as found, recorder.capture() as backward:
+                    step.backward(outputs)
+        except Exception as error:  # an operation that waits for the device, or that cannot be captured
+            sums.discard_batch()
             recorder.recover()
-            self._impossible(f"{type(error).__name__}: {error}")
+            self._cannot_capture(f"{type(error).__name__}: {error}")
             return
         finally:
-            passes, step.squares.passes = step.squares.passes - passes, passes
+            passes, step.method.passes = step.method.passes - passes, passes
             counted = sums.tally()
             sums.set_tally(tally)
         kept = outputs._replace(logits=outputs.logits.detach())
         first = found[0] if found else None
-        self._recordings[key] = _Recording(own, kept, first, passes, counted.since(tally), forward, backward)
+        self._graphs[key] = _CapturedBatch(own, kept, first, passes, counted.since(tally), forward, backward)
 
-    def _replay(self, recording: _Recording, batch: Batch, number: int, sums: DiagonalSums) -> Outputs:
-        for own, new in zip(_tensors(tuple(recording.batch)), _tensors(tuple(batch)), strict=True):
+    def _has_room(self) -> bool:
+        """Whether there is memory for the activations of one more batch; always, if graphs are asked for."""
+        if self._wanted is not False and self._wanted != "auto" or self._step.problem.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self._step.problem.device)
+        return free > _ROOM * torch.cuda.max_memory_allocated(self._step.problem.device)
+
+    def _replay(self, captured: _CapturedBatch, batch: Batch, sums: DiagonalSums) -> Outputs:
+        for own, new in zip(_tensors(captured.batch), _tensors(batch), strict=True):
             own.copy_(new, non_blocking=True)
-        recording.forward.replay()
-        recording.replayed += 1
-        if recording.replayed & (recording.replayed - 1) == 0 and not self._is_right(recording):
-            if recording.replayed > _BEFORE:
-                self._complain(f"batch {number}")
+        captured.forward.replay()
+        captured.replayed += 1
+        if captured.replayed & (captured.replayed - 1) == 0 and not self._is_right(captured):
+            if captured.replayed > _EAGER:
+                self._raise_changed(f"batch {batch.number}")
             self._give_up("the model depends on more than its inputs")  # nothing of this batch has been added yet
-            return self._step(batch, number)
-        self._step.seed(number)  # the graph reads the generator's seed anew with each replay
-        recording.backward.replay()
+            return self._step(batch)
+        self._step.seed(batch.number)  # the graph reads the generator's seed anew with each replay
+        captured.backward.replay()
         self.replayed += 1
-        self._step.squares.passes += recording.passes
-        sums.set_tally(sums.tally().plus(recording.tally))
-        if recording.found is not None:
-            self._step.validation.look_later(recording.found.clone(), number)
-        return recording.outputs
+        self._step.method.passes += captured.passes
+        self._step.method.end_batch()
+        sums.set_tally(sums.tally().plus(captured.tally))
+        if captured.found is not None:
+            self._step.validation.check_later(captured.found.clone(), batch.number)
+        return captured.outputs
 
     @torch.no_grad()
-    def _is_right(self, recording: _Recording) -> bool:
-        """Whether the recorded logits are the model's own, but for rounding."""
-        recording.compared = recording.replayed
-        own, found = self._step.outputs(recording.batch).logits, recording.outputs.logits
+    def _is_right(self, captured: _CapturedBatch) -> bool:
+        """Whether the replayed logits are the model's own, but for rounding."""
+        captured.compared = captured.replayed
+        with self._tape.reported_as(self._reported):
+            own, found = self._step.problem.evaluate(captured.batch).logits, captured.outputs.logits
         error, size = (float(torch.linalg.vector_norm(t.float())) for t in (own - found, own))
         return error <= 4 * torch.finfo(own.dtype).eps * size or math.isnan(error)  # NaN is found elsewhere
 
-    def _impossible(self, reason: str) -> None:
-        """Begin again with a model that is told that it is recorded; if it has been told, give up.
+    def _cannot_capture(self, reason: str) -> None:
+        """Begin again with a model that is told that it is captured; if it has been told, give up.
 
         transformers, if not told, look at masks, which waits for the device; if told, they mask even where nothing is
         hidden, and attention with a mask takes longer.
         """
-        if self._told:
+        if self._reported:
             self._give_up(reason)
             return
-        self.finish()
-        self._recordings.clear()
+        self.synchronize()
+        self._graphs.clear()
         self._times.clear()
-        self._told = True
+        self._reported = True
 
     def _give_up(self, reason: str) -> None:
         self._sums = None
-        text = f"`replay`: batches are done as always, because {' '.join(reason.split())[:_REASON]}"
-        warnings.warn(text, NotReplayedWarning, stacklevel=2)
+        if self._wanted == "auto":
+            return
+        text = f"`cuda_graphs`: falls back to eager, because {' '.join(reason.split())[:_REASON]}"
+        warnings.warn(text, NotCapturedWarning, stacklevel=callers_level())
 
-    def _complain(self, where: str) -> None:
-        text = f"`data`, {where}: the model does not compute what was recorded of it before; it may depend on more "
-        raise RuntimeError(text + "than its inputs. Use replay=False.")
+    def _raise_changed(self, where: str) -> None:
+        text = f"`data`, {where}: the model does not compute what was captured of it before; it may depend on more "
+        raise RuntimeError(text + "than its inputs. Use cuda_graphs=False.")
 
 
-def _plain(model: nn.Module) -> bool:
-    """Whether nobody listens to the model's modules: a replay calls no hooks.
+def _has_no_hooks(model: nn.Module) -> bool:
+    """Whether no hooks are on the model's modules: a replay calls none.
 
     Those that transformers install by themselves only note intermediate outputs, for the output of the same call.
     """
@@ -271,7 +284,7 @@ def _plain(model: nn.Module) -> bool:
 
 
 def _signature(value: Any) -> object:
-    """What must be the same for a replay: shapes and types of tensors, all else as it is; None: cannot be replayed."""
+    """What must be the same for a replay: shapes and types of tensors, all else as it is; None: cannot be captured."""
     if isinstance(value, Tensor):
         plain = value.layout == torch.strided and not value.is_nested
         return (value.shape, value.stride(), value.dtype, value.device) if plain else None
@@ -286,5 +299,5 @@ def _copied(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((batch.args, batch.kwargs, batch.labels)) if isinstance(leaf, Tensor)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
@@ -34,6 +35,16 @@ class Method(ABC):
     """Backward passes so far."""
     verified = 0
     """Batches whose per-sample gradients were verified against autograd."""
+
+    @property
+    def must_run_eagerly(self) -> bool:
+        """Whether the next batch cannot be replayed from a CUDA graph, because it has to be verified."""
+        return False
+
+    @contextmanager
+    def without_synchronization(self) -> Iterator[None]:
+        """Read nothing back from a GPU inside, as in the capture of a CUDA graph."""
+        yield
 
     @abstractmethod
     def forward(self, batch: Batch) -> Outputs:
@@ -71,9 +82,11 @@ class PerBatch(Method):
         half = involves_half(problem.model.parameters(), problem.device)
         self._backward = BatchBackward(list(problem.parameters.values()), half)
 
+    @override
     def forward(self, batch: Batch) -> Outputs:
         return self._problem.evaluate(batch, self._estimator)
 
+    @override
     def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
         for cotangent in cotangents:
             gradients, scale = self._backward(outputs.logits, cotangent.values, keep_graph=cotangent.left > 1)
@@ -81,12 +94,15 @@ class PerBatch(Method):
             sums.end_pass()
             self.passes += 1
 
+    @override
     def methods(self) -> list[str]:
         return ["batch"] * len(self._problem.parameters)
 
+    @override
     def state(self) -> dict[str, Any]:
         return {**super().state(), "exponent": self._backward.scale.exponent}
 
+    @override
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self._backward.scale.exponent = state["exponent"]
@@ -110,12 +126,29 @@ class PerSample(Method):
         self._warned: set[int] = set()
 
     @property
+    @override
     def verified(self) -> int:  # type: ignore[override]
         return self.engine.verified
 
+    @property
+    @override
+    def must_run_eagerly(self) -> bool:
+        return self.engine.needs_reference
+
+    @contextmanager
+    @override
+    def without_synchronization(self) -> Iterator[None]:
+        self.engine.may_synchronize = False
+        try:
+            yield
+        finally:
+            self.engine.may_synchronize = True
+
+    @override
     def attached(self) -> AbstractContextManager[None]:
         return self.engine.attached()
 
+    @override
     def forward(self, batch: Batch) -> Outputs:
         outputs, self._backward = captured_forward(self._problem, batch, self.engine, self._estimator)
         if not self._mixes:
@@ -142,17 +175,21 @@ class PerSample(Method):
             for one in group:
                 self._add_one(outputs, one, sums, backward)
 
+    @override
     def end_batch(self) -> None:
         self._backward = None
         self.engine.end_batch()
 
+    @override
     def methods(self) -> list[str]:
         return self.engine.methods("batch" if self._mixes else "sample, one by one")
 
+    @override
     def state(self) -> dict[str, Any]:
         found = {"engine": self.engine.state(), "exponent": self._scale.exponent, "vectorizes": self._vectorizes}
         return super().state() | found
 
+    @override
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self.engine.set_state(state["engine"])

@@ -51,6 +51,9 @@ class Step:
         self.method.end_batch()
         return outputs
 
+    def synchronize(self) -> None:
+        """Nothing is left open."""
+
     def seed(self, number: int) -> None:
         """Set the generator to the noise of batch `number`."""
         self.generator.manual_seed(batch_seed(self.settings.seed, number))

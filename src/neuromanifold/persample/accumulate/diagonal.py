@@ -178,7 +178,7 @@ class DiagonalSums:
         for name in _NUMBERS:
             setattr(self, name, values[name])
 
-    def forget(self) -> None:
+    def discard_batch(self) -> None:
         """Drop what was taken of a batch that has not come to its end."""
         self._small.forget()
         self._sizes, self._products = {}, {}
@@ -230,6 +230,11 @@ class DiagonalSums:
             both = square + small[i] if square is not None and i in small else small.get(i, square)
             found.append(_zeros_like(self._parameters[i]) if both is None else both)
         return found
+
+    def relative_error(self) -> float | None:
+        """Return Σ stderr / Σ F so far; None while F is zero."""
+        total = sum(float(square.double().sum()) for square in self.squares)
+        return sum(float(value.double().sum()) for value in self.noise()) / total if total else None
 
     def noise(self, *, last: bool = False) -> list[Tensor]:
         """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,9 @@ from neuromanifold.persample.gradients import Form
 class TraceSums:
     """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise_factor: float) -> None:
+        """`noise_factor`: c with Var(g²) <= c E[g⁴] for one pass; 0 if nothing is random."""
+        self._noise_factor = noise_factor
         self.batches: list[list[float]] = []  # passes of whole batches
         self.samples = 0.0  # Σ_n ‖g_n‖² over all passes
         self.samples_variance = 0.0  # Σ c ‖g_n‖⁴
@@ -64,6 +68,33 @@ class TraceSums:
         else:
             factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
             self.samples_variance += float((factors[:, None] * norms.square()).sum())
+
+    def total_and_noise(self) -> tuple[float, float]:
+        """Return Σ ‖g‖² over passes of whole batches and over samples, and its standard error from the run itself.
+
+        Of samples, Σ c ‖g‖⁴ is the variance or more, as for a single entry.  Several passes of a batch are independent
+        copies of each other, so their spread is unbiased.  With one pass for each batch the spread between batches
+        serves, which contains how much the batches differ and is never too small on average; with a single batch there
+        is only E[T²] >= Var(T) left.  The two kinds share their probes, so that their errors add, and passes need not
+        be copies.
+        """
+        batches, total = self.batches, sum(map(sum, self.batches))
+        if not self._noise_factor:
+            variance = 0.0
+        elif self.samples:
+            variance = self._noise_factor * sum(value**2 for passes in batches for value in passes)
+        elif batches and min(len(passes) for passes in batches) > 1:
+            variance = sum(len(passes) * statistics.variance(passes) for passes in batches)
+        elif len(batches) > 1:
+            variance = len(batches) * statistics.variance([sum(passes) for passes in batches])
+        else:
+            variance = self._noise_factor * total**2
+        return total + self.samples, math.sqrt(variance) + math.sqrt(self.samples_variance)
+
+    def relative_error(self) -> float | None:
+        """Return the standard error over the trace so far; None while the trace is zero."""
+        total, noise = self.total_and_noise()
+        return noise / total if total else None
 
     def synchronize(self) -> None:
         """Nothing to decide."""
