@@ -32,7 +32,7 @@ def order(count: int) -> list[int]:
 def test_images_of_an_array_go_through_the_processor(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     path, model = images(tmp_path / "i.npz"), loaded("image")
     stored = np.load(path)
-    processor = transformers.AutoImageProcessor.from_pretrained(model.processor)
+    processor = transformers.ViTImageProcessor.from_pretrained(model.processor)
     expected = processor(images=list(stored["images"][order(7)]), return_tensors="pt")["pixel_values"]
     (batch,) = batches(path, model)
     torch.testing.assert_close(batch["pixel_values"], expected)
@@ -195,5 +195,5 @@ def test_bad_images_and_folders(loaded: Callable[[str], LoadedModel], folder: Fo
     with pytest.raises(LoadError, match=r"a.png .* cannot be read as an image"):
         batches(tmp_path / "flat", loaded("image"))
     bare = load_model(str(folder("image")), processor=str(tmp_path), device="cpu")
-    with pytest.raises(LoadError, match=r"No image processor .* could be loaded"):
+    with pytest.raises(LoadError, match=r"No image processor could be loaded"):
         batches(images(tmp_path / "i.npz"), bare)

@@ -7,6 +7,7 @@ import inspect
 import io
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,23 @@ Values = dict[str, list[Any]]  # by role: text, image, label, ...
 Encode = Callable[[Values, list[int]], dict[str, Tensor]]
 
 
-def load_processor(model: LoadedModel, auto: str, noun: str) -> Any:
+_AUTO = {  # named by module: some versions export the second one only where torchvision is installed
+    "tokenizer": ("tokenization_auto", "AutoTokenizer"),
+    "image processor": ("image_processing_auto", "AutoImageProcessor"),
+    "feature extractor": ("feature_extraction_auto", "AutoFeatureExtractor"),
+}
+
+
+def load_processor(model: LoadedModel, noun: str) -> Any:
     """Load the model's tokenizer, image processor or feature extractor by the Auto class of transformers."""
-    transformers = require("transformers", "hf", f"A model's {noun}")
+    require("transformers", "hf", f"A model's {noun}")
+    module, auto = _AUTO[noun]
     advice = "Save one there with save_pretrained, or name its folder with --processor."
     if model.processor is None:
         raise LoadError(f"No {noun} is known for {model.about}. Name its folder with --processor.")
     try:
-        return getattr(transformers, auto).from_pretrained(model.processor, revision=model.revision)
+        loader = getattr(import_module(f"transformers.models.auto.{module}"), auto)
+        return loader.from_pretrained(model.processor, revision=model.revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions
         if isinstance(error, OSError) and not Path(model.processor).is_dir():
             raise hub_error("processor", model.processor, error) from error
@@ -127,7 +137,7 @@ def _masked_encoder(tokenizer: Any, options: dict[str, Any], share: float, seed:
 
 
 def _tokenizer(model: LoadedModel) -> Any:
-    tokenizer = load_processor(model, "AutoTokenizer", "tokenizer")
+    tokenizer = load_processor(model, "tokenizer")
     advice = "tokenizer.save_pretrained(folder) writes one; or name another folder with --processor."
     if len(tokenizer) - len(set(tokenizer.all_special_ids)) <= 2:  # what transformers makes where there is no file
         raise LoadError(f"The tokenizer of {model.processor} has no vocabulary. {advice}")
@@ -150,7 +160,7 @@ def _max_tokens(tokenizer: Any, model: LoadedModel, max_length: int | None) -> i
     for name, module in model.module.named_modules():
         table = isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe", "embed_positions"))
         if table and module.num_embeddings == size:
-            positions = int(size - (0 if module.padding_idx is None else module.padding_idx + 1))  # type: ignore[operator]
+            positions = int(size - (0 if module.padding_idx is None else module.padding_idx + 1))
     if max_length is not None:
         integer_in_range(max_length, "max_length", 1, 10**7, "tokens")
         if positions is not None and max_length > positions:
@@ -198,7 +208,7 @@ def _split(value: Any, row: int) -> list[Any]:
 def image_encoder(model: LoadedModel) -> Encode:
     """Open images (arrays, paths or bytes) and apply the model's image processor."""
     require("PIL.Image", "hf", "An image")
-    processor = load_processor(model, "AutoImageProcessor", "image processor (preprocessor_config.json)")
+    processor = load_processor(model, "image processor")
     mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
 
     def encode(values: Values, rows: list[int]) -> dict[str, Tensor]:
@@ -235,7 +245,7 @@ def _open_image(image: Any, mode: str, row: int) -> Any:
 
 def audio_encoder(model: LoadedModel, max_length: int | None) -> Encode:
     """Read clips (arrays at the model's rate, paths or bytes), cut to `max_length`, and apply the feature extractor."""
-    extractor = load_processor(model, "AutoFeatureExtractor", "feature extractor (preprocessor_config.json)")
+    extractor = load_processor(model, "feature extractor")
     rate = int(extractor.sampling_rate)
     padding = inspect.signature(extractor.__call__).parameters.get("padding")
     fixed = padding is None or padding.default == "max_length"  # the model takes clips of one length

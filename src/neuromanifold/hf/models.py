@@ -118,7 +118,7 @@ def load_model(
         loaded = _from_pretrained(source, wanted, adapter, classes, DTYPES[dtype], seed, revision)
     module = loaded.module.to(target, None if dtype is None else DTYPES[dtype]).eval()
     found = {"processor": processor} if processor else {"processor": loaded.processor, "revision": revision}
-    return replace(loaded, module=module, **found)  # type: ignore[arg-type]
+    return replace(loaded, module=module, **found)
 
 
 def as_device(name: str) -> torch.device:
