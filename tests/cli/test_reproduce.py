@@ -321,7 +321,7 @@ def test_a_folder_of_words_has_the_classes_of_the_task(folder: Folder, tmp_path:
     model = load_model(str(folder("audio")), task="audio", classes=12, device="cpu")
     model.class_names.update(TASKS["speech"].class_names)
     data = load_data(str(tmp_path / "clips"), model, labels=True, batch_size=5)
-    assert [data.make([row])["labels"].tolist() for row in (0, 2, 3, 4)] == [[11], [2], [2], [0]]
+    assert [data.collate([row])["labels"].tolist() for row in (0, 2, 3, 4)] == [[11], [2], [2], [0]]
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

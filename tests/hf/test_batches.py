@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from neuromanifold.hf.batches import LoadedData, Made
+from neuromanifold.hf.batches import Batch, LoadedData
 
 
 def counting(most: int) -> tuple[LoadedData, list[int]]:
     """Three batches of 4, 4 and 2 rows with 40 bytes each; and how many rows have been made."""
     made: list[int] = []
 
-    def make(rows: list[int]) -> Made:
+    def make(rows: list[int]) -> Batch:
         made.extend(rows)
         return {
             "x": torch.tensor(rows, dtype=torch.float32)[:, None].expand(-1, 8).contiguous(),
@@ -18,7 +18,7 @@ def counting(most: int) -> tuple[LoadedData, list[int]]:
         }
 
     data = LoadedData(tuple(range(10)), 4, make, "ten rows")
-    return data.remembered(most), made
+    return data.cached(most), made
 
 
 def values(data: LoadedData) -> list[Tensor]:
@@ -30,7 +30,7 @@ def test_every_batch_is_made_once_and_is_the_same_again() -> None:
     first, second = values(data), values(data)
     assert made == list(range(10))
     assert [one.tolist() for one in first] == [one.tolist() for one in second] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert sum(len(one) for one in values(data.of_size(5))) == 10  # other batches are made anew
+    assert sum(len(one) for one in values(data.with_batch_size(5))) == 10  # other batches are made anew
     assert made == [*range(10), *range(10)]
 
 

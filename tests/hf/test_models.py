@@ -16,7 +16,14 @@ from neuromanifold.hf import LoadError, Task, load_model
 from tests.hf.tiny import MODELS, save_adapter
 
 Folder = Callable[[str], Path]
-TASKS = {"text": "text", "decoder text": "text", "tokens": "tokens", "masked": "masked", "causal": "causal"}
+TASKS = {
+    "text": "text",
+    "decoder text": "text",
+    "tokens": "tokens",
+    "masked": "masked",
+    "causal": "causal",
+    "seq2seq": "seq2seq",
+}
 TASKS |= {"image": "image", "audio": "audio"}
 
 
@@ -24,7 +31,7 @@ TASKS |= {"image": "image", "audio": "audio"}
 def test_the_task_is_found_and_the_weights_are_the_files(folder: Folder, kind: str) -> None:
     loaded = load_model(str(folder(kind)), device="cpu")
     assert loaded.task == TASKS[kind]
-    assert not loaded.fresh
+    assert not loaded.newly_initialized
     assert not loaded.module.training
     from safetensors.torch import load_file
 
@@ -75,7 +82,7 @@ def test_a_drawn_classifier_depends_on_the_seed_alone(folder: Folder) -> None:
     before = torch.random.get_rng_state()
     a, b, c = (load_model(str(folder("headless")), "text", classes=5, seed=s, device="cpu") for s in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
-    assert a.fresh == ("classifier.bias", "classifier.weight")
+    assert a.newly_initialized == ("classifier.bias", "classifier.weight")
     assert a.classes == 5
     weights = [one.module.classifier.weight for one in (a, b, c)]  # type: ignore[union-attr]
     assert torch.equal(weights[0], weights[1])
@@ -84,8 +91,11 @@ def test_a_drawn_classifier_depends_on_the_seed_alone(folder: Folder) -> None:
 
 
 def test_another_number_of_classes_draws_a_new_classifier(folder: Folder) -> None:
-    assert load_model(str(folder("text")), classes=4, device="cpu").fresh == ("classifier.bias", "classifier.weight")
-    assert not load_model(str(folder("text")), classes=2, device="cpu").fresh
+    assert load_model(str(folder("text")), classes=4, device="cpu").newly_initialized == (
+        "classifier.bias",
+        "classifier.weight",
+    )
+    assert not load_model(str(folder("text")), classes=2, device="cpu").newly_initialized
 
 
 def test_pickles_are_refused(folder: Folder, tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def test_labels_are_left_out_where_unwanted_and_missed_where_needed(
     assert "labels" not in batches(path, loaded("text"), labels=False)[0]
     bare = write_csv(tmp_path / "bare.csv", {"text": ["good", "bad"]})
     assert "labels" not in batches(bare, loaded("text"))[0]
-    with pytest.raises(LoadError, match="a column for the label"):
+    with pytest.raises(
+        LoadError, match=r"No label column found in .*bare.csv \(columns: text\). Name it with --columns label=NAME"
+    ):
         batches(bare, loaded("text"), labels=True)
 
 
@@ -172,7 +174,7 @@ def test_labels_of_a_causal_model_stand_where_their_logits_are(
 ) -> None:
     path = write_csv(tmp_path / "t.csv", {"text": ["the film is good", "", "  ", "a story"]})
     data = load_data(str(path), loaded("causal"), labels=True)
-    assert "2 empty ones left out" in data.about
+    assert "all of 3 rows, 1 without text left out" in data.about
     (batch,) = data
     ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]  # type: ignore[call-overload]
     assert sorted(mask.sum(1).tolist()) == [2, 4]
@@ -212,8 +214,13 @@ def test_text_is_cut(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "content", "options", "said"),
     [
-        ("text", "id,body\n1,good\n", {}, r"a column for the text .*, got id, body. Name it: --columns text=NAME"),
-        ("text", "id,text\n1,good\n", {"columns": "text=body"}, r"\(id, text\), got text=body"),
+        (
+            "text",
+            "id,body\n1,good\n",
+            {},
+            r"No text column found in .*t.csv \(columns: id, body\). Name it with --columns text=id.",
+        ),
+        ("text", "id,text\n1,good\n", {"columns": "text=body"}, r"No column 'body' found in .* \(columns: id, text\)"),
         ("text", "text\ngood\n", {"columns": "words=text"}, "roles among text, text_pair, label"),
         ("text", "text\ngood\n", {"columns": "text"}, "such as text=sentence"),
         ("text", "text,label\ngood,2\n", {}, "between 0 and 1, as the model has 2 classes, got 2 in row 0"),
@@ -221,14 +228,15 @@ def test_text_is_cut(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> No
         ("text", "text,label\ngood,maybe\n", {}, "or one of negative, positive, got 'maybe'"),
         ("text", "text,label\ngood,0.5\n", {}, "got '0.5' in row 0"),
         ("text", "text,label\ngood,\n", {}, "got '' in row 0"),
-        ("text", "text,label\ngood\n", {}, "2 cells a row .* got 1 at line 2"),
-        ("text", "text,label\n", {}, "with rows, got none"),
-        ("text", "", {}, "with rows, got none"),
+        ("text", "text,label\ngood,1,2\nbad,0,1\n", {}, "does not match length of data"),
+        ("text", "text,label\ngood,1\nbad,0,1\n", {}, "Expected 2 fields in line 3, saw 3"),
+        ("text", "text,label\n", {}, "has no rows"),
+        ("text", "", {}, "is empty"),
         ("text", "text,label\ngood,0\n", {"batch_size": 0}, "`batch_size` must be between 1"),
         ("text", "text,label\ngood,0\n", {"batches": 0}, "`batches` must be between 1"),
         ("tokens", "words,tags\ngood film,1\n", {}, "as many as words, got 1 for 2 words in row 0"),
         ("masked", "text\ngood\n", {"mask": 2.0}, "a share of the tokens"),
-        ("causal", "text\n \n", {}, "at least one row"),
+        ("causal", "text\n \n", {}, "has no rows"),
     ],
 )
 def test_bad_tables(
@@ -247,12 +255,13 @@ def test_bad_tables(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("t.jsonl", b'{"text": "good"}\nnot json\n', "line 1|line 2"),
-        ("t.jsonl", b"[1, 2]", "got int in row 0"),
-        ("t.jsonl", b'{"text": 3}', "text, got int in row 0 of column 'text'"),
+        ("t.jsonl", b'{"text": "good"}\nnot json\n', "not JSON lines or a JSON list .* row 1"),
+        ("t.jsonl", b"[1, 2]", "got int in row [01]"),
+        ("t.jsonl", b'{"text": 3}', "The text column does not hold text: got int in row 0"),
         ("t.csv", b"text\n\xff\xfe\n", "not a CSV file in UTF-8"),
         ("t.parquet", b"PAR1 no", "not a Parquet file"),
-        ("t.pkl", b"\x80\x04.", "a file of a known kind .* Pickles are not read"),
+        ("t.parquet", b"no", "not a Parquet file, or is damaged"),
+        ("t.pkl", b"\x80\x04.", "unknown kind: expected one of .csv.* Pickles are not read"),
     ],
 )
 def test_damaged_files(
@@ -268,19 +277,19 @@ def test_damaged_files(
 def test_missing_files_and_tokenizers(loaded: Callable[[str], LoadedModel], folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"There is no .*none.csv"):
         batches(tmp_path / "none.csv", loaded("text"))
-    with pytest.raises(LoadError, match=r"a folder with tables .* got .* with nothing"):
+    with pytest.raises(LoadError, match=r"No data found in .* got nothing"):
         batches(tmp_path, loaded("text"))
-    with pytest.raises(LoadError, match="a table of text"):
+    with pytest.raises(LoadError, match=r"There is no .*x.npz"):
         batches(tmp_path / "x.npz", loaded("text"))
     bare = load_model(str(folder("text")), processor=str(tmp_path), device="cpu")
-    with pytest.raises(LoadError, match="a folder with a tokenizer"):
+    with pytest.raises(LoadError, match=r"No tokenizer could be loaded|no vocabulary"):
         batches(reviews(tmp_path / "r.csv"), bare)
 
 
 def test_empty_texts_are_left_out_of_a_subset_as_well(
     loaded: Callable[[str], LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuromanifold.hf.batches._READ", 3)
+    monkeypatch.setattr("neuromanifold.hf.data._CHUNK", 3)
     path = write_csv(
         tmp_path / "t.csv", {"text": [text for pair in zip(sentences(8), [""] * 8, strict=True) for text in pair]}
     )

@@ -74,6 +74,15 @@ def _gpt2(kind: str) -> Callable[[Path], Path]:
     return make
 
 
+def _t5(folder: Path) -> Path:
+    config = transformers.T5Config(
+        vocab_size=_vocabulary(), d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        eos_token_id=3, tie_word_embeddings=False,
+    )  # fmt: skip
+    save_tokenizer(folder)
+    return _save(transformers.T5ForConditionalGeneration(config), folder)
+
+
 def _resnet(folder: Path) -> Path:
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], num_labels=3, layer_type="basic"
@@ -101,6 +110,7 @@ MODELS = {  # task: a folder with such a model
     "masked": _bert("BertForMaskedLM"),
     "headless": _bert("BertModel"),
     "causal": _gpt2("GPT2LMHeadModel"),
+    "seq2seq": _t5,
     "image": _resnet,
     "audio": _wav2vec2,
 }

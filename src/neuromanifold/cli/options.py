@@ -12,9 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from neuromanifold.core.checks import message
-from neuromanifold.hf import LoadedModel, Task, load_data, load_model
-from neuromanifold.hf.batches import LoadedData
-from neuromanifold.hf.data import OwnData
+from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_data_source, load_data, load_model
 from neuromanifold.hf.models import DTYPES
 from neuromanifold.problem.parameters import select_parameters
 
@@ -144,14 +142,26 @@ class Setup:
     ] = 0
 
     def load_model(self) -> LoadedModel:
-        """The model, on its device."""
-        options = (self.task, self.adapter, self.classes, self.dtype, self.device, self.seed, self.revision)
-        loaded = load_model(self.model, *options, self.processor)
+        """Load the model onto its device, after checking that the data can be read."""
+        check_data_source(self.data, self.split, self.subset, self.columns)
+        loaded = load_model(
+            self.model,
+            self.task,
+            adapter=self.adapter,
+            classes=self.classes,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            revision=self.revision,
+            processor=self.processor,
+        )
         for pattern in self.parameters or ():
             select_parameters(loaded.module, [pattern])  # each of them has to match something
         return loaded
 
-    def load_data(self, model: LoadedModel, labels: bool | None, batch_size: int | None = None) -> LoadedData | OwnData:
+    def load_data(
+        self, model: LoadedModel, labels: bool | None, batch_size: int | None = None
+    ) -> LoadedData | FunctionData:
         """The data; of a given batch size where it has been found."""
         data = load_data(
             self.data,
@@ -166,7 +176,7 @@ class Setup:
             mask=self.mask,
             seed=self.seed,
         )
-        if isinstance(data, OwnData) and self.batch_size not in (_SIZE, "auto"):
+        if isinstance(data, FunctionData) and self.batch_size not in (_SIZE, "auto"):
             advice = "The function says how large they are."
             raise ValueError(message("batch-size", "left out for batches of one's own", self.batch_size, advice))
         return data

@@ -1,14 +1,17 @@
-"""From names to objects: a model and batches of data, from local files, a hub, or a function of one's own.
+"""Models and data: Hugging Face models and data sets, local files and folders, or functions of one's own.
 
-loaded = load_model("path/to/model")                       a module, what its outputs mean, where its tokenizer is
-data = load_data("reviews.csv", loaded, batch_size=32)     batches in a fixed order, made when they are asked for
+loaded = load_model("path/to/model")                       a module, its likelihood, and where its tokenizer is
+data = load_data("reviews.csv", loaded, batch_size=32)     batches in a fixed order, collated when they are iterated
 nm.fisher_diagonal(loaded.module, data, likelihood=loaded.likelihood)
+
+transformers, datasets and peft are imported by the functions that need them, never with this package.
 """
 
-from neuromanifold.hf.batches import LoadedData
+from neuromanifold.hf.batches import FunctionData, LoadedData
 from neuromanifold.hf.data import load_data
-from neuromanifold.hf.errors import LoadError
-from neuromanifold.hf.models import LoadedModel, load_model
-from neuromanifold.hf.tasks import Task
+from neuromanifold.hf.errors import LabelError, LoadError
+from neuromanifold.hf.models import LoadedModel, Task, load_model
+from neuromanifold.hf.tables import check_data_source
 
-__all__ = ["LoadError", "LoadedData", "LoadedModel", "Task", "load_data", "load_model"]
+__all__ = ["FunctionData", "LabelError", "LoadError", "LoadedData", "LoadedModel", "Task", "check_data_source",
+           "load_data", "load_model"]  # fmt: skip

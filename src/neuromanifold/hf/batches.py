@@ -1,124 +1,114 @@
-"""Loaded data: batches in a fixed order, made when they are asked for, as often as they are asked for."""
+"""Loaded data: batches in a fixed order, collated when they are iterated, as often as they are iterated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.hf.errors import LoadError
+from neuromanifold.core.checks import integer_in_range
 
-_READ = 4096  # rows at a time
-
-Made = dict[str, Tensor] | tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a kind of data provides: how many rows, and how a batch is made of some of them."""
-
-    count: int
-    make: Callable[[list[int]], Made]
-    about: str  # which data, in a line
-    counts: Callable[[list[int]], list[bool]] | None = None  # which of some rows are not empty
+Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """A re-iterable of batches; the same ones in the same order each time."""
+    """A re-iterable of batches; the same batches in the same order each time."""
 
     rows: tuple[int, ...]
     batch_size: int
-    make: Callable[[list[int]], Made]
-    about: str
+    collate: Callable[[list[int]], Batch]
+    about: str  # the data in one line, for provenance
     dtype: torch.dtype = torch.float32  # of inputs that are not integers
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
 
-    def __iter__(self) -> Iterator[Made]:
-        """One batch is made ahead, by a thread, while the last one is worked on."""
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches; a thread collates one batch ahead."""
         parts = [list(self.rows[i : i + self.batch_size]) for i in range(0, len(self.rows), self.batch_size)]
         with ThreadPoolExecutor(1, "batches") as thread:
-            ahead = thread.submit(self._made, parts[0])
+            ahead = thread.submit(self._batch, parts[0])
             for part in parts[1:]:
-                batch, ahead = ahead.result(), thread.submit(self._made, part)
+                batch, ahead = ahead.result(), thread.submit(self._batch, part)
                 yield batch
             yield ahead.result()
 
     @property
     def samples(self) -> int:
-        """How many rows."""
+        """How many rows all batches together have."""
         return len(self.rows)
 
-    def of_size(self, batch_size: int) -> LoadedData:
-        """The same rows in batches of another size."""
+    def with_batch_size(self, batch_size: int) -> LoadedData:
+        """Return the same rows in batches of another size."""
         return replace(self, batch_size=integer_in_range(batch_size, "batch_size", 1, 10**9, "samples in a batch"))
 
-    def remembered(self, most: int) -> LoadedData:
-        """The same, but batches that have been made are kept, up to so many bytes, for the next time."""
-        return replace(self, make=_remembering(self.make, most))
+    def cached(self, max_bytes: int) -> LoadedData:
+        """Return the same data, which keeps collated batches in memory for later passes, up to `max_bytes`."""
+        return replace(self, collate=_cached(self.collate, max_bytes))
 
-    def _made(self, rows: list[int]) -> Made:
-        made = self.make(rows)
-        if isinstance(made, dict):
-            return {name: value if name == "labels" else self._cast(value) for name, value in made.items()}
-        return (self._cast(made[0]), *made[1:])
+    def _batch(self, rows: list[int]) -> Batch:
+        batch = self.collate(rows)
+        if isinstance(batch, dict):
+            return {name: value if name == "labels" else self._cast(value) for name, value in batch.items()}
+        return (self._cast(batch[0]), *batch[1:])
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.dtype) if value.is_floating_point() else value
 
 
-def _remembering(make: Callable[[list[int]], Made], most: int) -> Callable[[list[int]], Made]:
-    kept: dict[tuple[int, ...], Made] = {}
-    room = most
+def _cached(collate: Callable[[list[int]], Batch], max_bytes: int) -> Callable[[list[int]], Batch]:
+    cache: dict[tuple[int, ...], Batch] = {}
+    free = max_bytes
 
-    def made(rows: list[int]) -> Made:
-        nonlocal room
+    def collate_once(rows: list[int]) -> Batch:
+        nonlocal free
         key = tuple(rows)
-        if key in kept:
-            return kept[key]
-        batch = make(rows)
+        if key in cache:
+            return cache[key]
+        batch = collate(rows)
         size = sum(value.nbytes for value in (batch.values() if isinstance(batch, dict) else batch))
-        if size <= room:
-            kept[key], room = batch, room - size
+        if size <= free:
+            cache[key], free = batch, free - size
         return batch
 
-    return made
+    return collate_once
 
 
-def in_batches(rows: Rows, batch_size: int, batches: int | None, seed: int, dtype: torch.dtype) -> LoadedData:
-    """A fixed random order; a smaller subset is the beginning of a larger one."""
-    integer_in_range(batch_size, "batch_size", 1, 10**9, "samples in a batch")
-    if batches is not None:
-        integer_in_range(batches, "batches", 1, 10**12, "how many batches")
-    order = torch.randperm(rows.count, generator=torch.Generator().manual_seed(seed)).tolist()
-    most = rows.count if batches is None else batches * batch_size
-    kept, empty = _not_empty(rows, order, most)
-    if not kept:
-        raise LoadError(message("data", "with at least one row", f"none in {rows.about}"))
-    part = "all" if len(kept) + empty == rows.count else f"{len(kept):,} (seed {seed})"
-    about = f"{rows.about}, {part} of {rows.count:,} rows" + (f", {empty:,} empty ones left out" if empty else "")
-    return LoadedData(tuple(kept), batch_size, rows.make, about, dtype)
+@dataclass(frozen=True)
+class FunctionData:
+    """Batches that the user's function returns, at most `batches` of them."""
+
+    function: Callable[[], Iterable[object]]
+    about: str
+    batches: int | None = None
+    module: nn.Module | None = None  # if it is an encoder-decoder model, batches get decoder inputs
+
+    def __iter__(self) -> Iterator[object]:
+        for batch in islice(iter(self.function()), self.batches):
+            yield with_decoder_inputs(self.module, batch) if self.module is not None else batch
+
+    def __len__(self) -> int:
+        found = self.function()
+        if not isinstance(found, Sized):
+            raise TypeError("a generator has no length")  # as a DataLoader of an iterable data set raises
+        return len(found) if self.batches is None else min(len(found), self.batches)
 
 
-def _not_empty(rows: Rows, order: list[int], most: int) -> tuple[list[int], int]:
-    """The first rows in this order that are not empty, and how many were; no more is read than is needed."""
-    if rows.counts is None:
-        return order[:most], 0
-    kept: list[int] = []
-    empty = 0
-    for start in range(0, len(order), _READ):
-        part = order[start : start + _READ]
-        for row, counts in zip(part, rows.counts(part), strict=True):
-            if len(kept) == most:
-                return kept, empty
-            if counts:
-                kept.append(row)
-            else:
-                empty += 1
-    return kept, empty
+def with_decoder_inputs(module: nn.Module, batch: object) -> object:
+    """Add the decoder inputs of an encoder-decoder model to a batch that has labels only, as its training does.
+
+    Labels are no argument of the model here, so without this some architectures would feed the decoder with the
+    encoder's inputs, and others refuse the batch.
+    """
+    shift = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+    encodes = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+    if shift is None or not encodes or not isinstance(batch, Mapping) or "labels" not in batch:
+        return batch
+    if {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch) or batch["labels"].ndim != 2:
+        return batch
+    return {**batch, "decoder_input_ids": shift(labels=batch["labels"])}

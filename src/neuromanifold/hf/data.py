@@ -1,55 +1,29 @@
-"""Data: a local file or folder, a data set of the hub, or module:function."""
+"""Data: a local file or folder, a hub data set, or module:function, as batches for a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from neuromanifold.core.checks import message
-from neuromanifold.hf.arrays import array_rows, folder_rows, number_rows, read_npz, table_rows
-from neuromanifold.hf.audio import SUFFIXES as SOUNDS
-from neuromanifold.hf.audio import audio_inputs
-from neuromanifold.hf.batches import LoadedData, Rows, in_batches
-from neuromanifold.hf.columns import needed, parse_columns
+import torch
+
+from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.hf.batches import Batch, FunctionData, LoadedData
+from neuromanifold.hf.columns import LabelReader, find_column, find_columns, parse_columns
+from neuromanifold.hf.encoders import Encode, audio_encoder, image_encoder, number_encoder, text_encoder
 from neuromanifold.hf.errors import LoadError
 from neuromanifold.hf.functions import find_function, is_function_name
-from neuromanifold.hf.images import SUFFIXES as PICTURES
-from neuromanifold.hf.images import image_inputs
-from neuromanifold.hf.models import LoadedModel
-from neuromanifold.hf.tables import SUFFIXES as TABLES
-from neuromanifold.hf.tables import Table, folder_table, hub_table, read_table
-from neuromanifold.hf.tasks import Task
-from neuromanifold.hf.text import text_rows
+from neuromanifold.hf.models import LoadedModel, Task
+from neuromanifold.hf.tables import Table, check_data_source, read_table
 
-_MEDIA: dict[Task | None, tuple[str, ...]] = {Task.IMAGE: PICTURES, Task.AUDIO: SOUNDS}
-_KEYS = {Task.IMAGE: "images", Task.AUDIO: "audio", None: "inputs"}
-
-
-@dataclass(frozen=True)
-class OwnData:
-    """Batches of the user's own function, at most so many of them."""
-
-    function: Callable[[], Iterable[object]]
-    about: str
-    batches: int | None = None
-
-    def __iter__(self) -> Iterator[object]:
-        return islice(iter(self.function()), self.batches)
-
-    def __len__(self) -> int:
-        found = self.function()
-        if not isinstance(found, Sized):
-            raise TypeError("a generator has no length")  # as a DataLoader of an iterable data set says it
-        return len(found) if self.batches is None else min(len(found), self.batches)
+_CHUNK = 4096  # rows that are read at a time to find empty texts
 
 
 def load_data(
     source: str,
     model: LoadedModel,
+    *,
     split: str = "train",
     subset: str | None = None,
     columns: str | Mapping[str, str] | None = None,
@@ -59,115 +33,114 @@ def load_data(
     max_length: int | None = None,
     mask: float = 0.15,
     seed: int = 0,
-) -> LoadedData | OwnData:
-    """Load data as batches for a model.
+) -> LoadedData | FunctionData:
+    """Load data as a re-iterable of batches for a model, preprocessed by the model's own processor.
+
+    Rows come in a random order that depends on `seed` alone, the same in every pass.
 
     Args:
-        source: a CSV, TSV, JSONL, Parquet or NPZ file, a folder of images or sounds, a data set's name on the hub, or
-            `package.module:function`, where the function takes no arguments and returns batches.
-        model: what the data are for; its tokenizer, image processor or feature extractor makes the inputs.
-        split: which part of a data set of the hub.
-        subset: which configuration of a data set of the hub, such as "sst2" of "glue".
+        source: a file (.csv, .tsv, .json, .jsonl, .parquet, .npz), a folder with a folder of images or audio files for
+            each class, a copy of a data set (as on the hub, or by `save_to_disk`), a data set's name on the hub, or
+            `package.module:function`, where the function returns batches.
+        model: what `load_model` returns.
+        split: part of a data set or folder, such as "validation".
+        subset: configuration of a data set, such as "sst2" of "glue".
         columns: which column holds what, such as "text=sentence,label=class"; usual names are found without.
-        labels: needed (True), unwanted (False), or taken where there are some (None).
+        labels: required (True), left out (False), or used where there are some (None).
         batch_size: rows in a batch.
-        batches: how many batches; by default all.  The rows are drawn at random with `seed`.
-        max_length: text is cut to so many tokens, sound to so many values.
-        mask: the share of tokens that is masked, for masked language models.
-        seed: of the order of the rows, and of the masking.
+        batches: number of batches; by default all.  A smaller subset is the beginning of a larger one.
+        max_length: cut text to so many tokens, audio to so many samples.
+        mask: share of tokens that is masked, for masked language models.
+        seed: random seed of the order of the rows, and of the masking.
 
     """
-    path = Path(source).expanduser()
-    if (subset is not None or split != "train") and (is_function_name(source) or path.is_file()):
-        got = f"--subset {subset}" if subset is not None else f"--split {split}"
-        raise LoadError(message("data", "a data set of the hub for --split and --subset", f"{got} for {source}"))
-    if columns is not None and (
-        is_function_name(source) or _is_media(path, model.task) or path.suffix.lower() == ".npz"
-    ):
-        raise LoadError(message("columns", "left out for data without columns", f"{columns!r} for {source}"))
+    source = str(source)
+    check_data_source(source, split, subset, columns)
+    integer_in_range(batch_size, "batch_size", 1, 10**9, "samples in a batch")
+    if batches is not None:
+        integer_in_range(batches, "batches", 1, 10**12, "how many batches")
     if is_function_name(source):
-        return _own(source, batches)
-    given = parse_columns(columns, model.task)
-    rows = _rows(source, path, model, given, split, subset, labels, max_length, mask, seed)
+        return _from_function(source, batches, model)
     parameter = next(iter(model.module.parameters()), None)
     if parameter is None:
         raise LoadError(message("model", "a module with parameters", "one without"))
-    return in_batches(rows, batch_size, batches, seed, parameter.dtype)
+    given = parse_columns(columns, model.task)
+    media = str(model.task) if model.task in (Task.IMAGE, Task.AUDIO) else None
+    table = read_table(source, split, subset, media)
+    collate = _collate(table, model, given, labels, max_length, mask, seed)
+    rows, empty = _choose_rows(table, model, given, None if batches is None else batches * batch_size, seed)
+    if not rows:
+        raise LoadError(f"{table.name} has no rows" + (" with text." if table.rows else "."))
+    part = "all" if len(rows) + empty == table.rows else f"{len(rows):,} (seed {seed})"
+    about = table.name + (f", {mask:g} masked" if model.task is Task.MASKED else "")
+    about += f", {part} of {table.rows:,} rows" + (f", {empty:,} without text left out" if empty else "")
+    return LoadedData(tuple(rows), batch_size, collate, about, parameter.dtype)
 
 
-def _own(source: str, batches: int | None) -> OwnData:
-    """Called once, unless it returns an iterator, which can be used up only once."""
+def _collate(
+    table: Table, model: LoadedModel, given: Mapping[str, str], labels: bool | None, max_length: int | None,
+    mask: float, seed: int,
+) -> Callable[[list[int]], Batch]:  # fmt: skip
+    """Return the function from row numbers to a batch: read the columns, encode them, read the labels."""
+    chosen = find_columns(table, model.task, given, labels)
+    classes = LabelReader(model, table.class_names.get(chosen.get("label", "")))
+    encode: Encode
+    if model.task is None:
+        label = find_column(table, "label", given, required=False)  # is no feature, whether wanted or not
+        features = ["inputs"] if "inputs" in table.columns else list(table.columns)
+        if table.name.endswith(".npz") and features != ["inputs"]:
+            raise LoadError(f"No 'inputs' found in {table.name} (arrays: {', '.join(table.columns)}).")
+        chosen |= {name: name for name in features if name != label}
+        encode = number_encoder(label)
+    elif model.task is Task.IMAGE:
+        encode = image_encoder(model)
+    elif model.task is Task.AUDIO:
+        encode = audio_encoder(model, max_length)
+    else:
+        encode = text_encoder(model, labels, max_length, mask, seed, classes)
+
+    def collate(rows: list[int]) -> Batch:
+        values = {role: table.take(column, rows) for role, column in chosen.items()}
+        batch = encode(values, rows)
+        if "label" in values and "labels" not in batch:
+            batch["labels"] = classes.tensor(values["label"], rows)
+        return batch if model.task is not None else tuple(batch.values())
+
+    return collate
+
+
+def _choose_rows(
+    table: Table, model: LoadedModel, given: Mapping[str, str], count: int | None, seed: int
+) -> tuple[list[int], int]:
+    """Return the first rows of a random order, and how many empty texts of a language model were left out."""
+    order = torch.randperm(table.rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    if model.task not in (Task.CAUSAL, Task.MASKED):
+        return order[:count], 0
+    column = find_column(table, "text", given)
+    assert column is not None
+    rows: list[int] = []
+    empty = 0
+    for start in range(0, len(order), _CHUNK):
+        part = order[start : start + _CHUNK]
+        for row, text in zip(part, table.take(column, part), strict=True):
+            if len(rows) == count:
+                return rows, empty
+            if str(text or "").strip():
+                rows.append(row)
+            else:
+                empty += 1
+    return rows, empty
+
+
+def _from_function(source: str, batches: int | None, model: LoadedModel) -> FunctionData:
+    """Call the function once, or for every pass if it returns an iterator."""
     found = find_function(source, "data")
-    made: Any = found() if callable(found) else found
-    if not isinstance(made, Iterable):
-        raise LoadError(message("data", "a function that returns batches", type(made).__name__))
-    again: Callable[[], Iterable[object]] = (lambda: made) if not isinstance(made, Iterator) else found  # type: ignore[assignment]
-    data = OwnData(again, source, batches)
+    returned: Any = found() if callable(found) else found
+    if not isinstance(returned, Iterable):
+        raise LoadError(message("data", "a function that returns batches", type(returned).__name__))
+    again: Callable[[], Iterable[object]] = (lambda: returned) if not isinstance(returned, Iterator) else found  # type: ignore[assignment]
+    data = FunctionData(again, source, batches, model.module)
     with suppress(TypeError):
         if len(data) == 0:
             raise LoadError(message("data", "with at least one batch", f"none from {source}"))
     return data
-
-
-def _rows(
-    source: str,
-    path: Path,
-    model: LoadedModel,
-    given: dict[str, str],
-    split: str,
-    subset: str | None,
-    labels: bool | None,
-    max_length: int | None,
-    mask: float,
-    seed: int,
-) -> Rows:
-    task = model.task
-    if path.suffix.lower() == ".npz" or _is_media(path, task):
-        if task not in (None, Task.IMAGE, Task.AUDIO):
-            expected = "a table of text (CSV, JSONL, Parquet, hub)"
-            raise LoadError(message("data", expected, source, f"The model's task is {task}."))
-        _must_exist(path, source)
-        inputs = None
-        if task is not None:
-            inputs = image_inputs(model) if task is Task.IMAGE else audio_inputs(model, max_length)
-        if path.is_dir():
-            assert inputs is not None
-            return folder_rows(path, _MEDIA[task], inputs, model, labels, source)
-        return array_rows(read_npz(path), _KEYS[task], inputs, model, labels, source)
-    table, about = _table(source, path, split, subset)
-    if task is None:
-        return number_rows(table, model, given, labels, about)
-    if task is Task.IMAGE:
-        return table_rows(table, needed(table, "image", given), image_inputs(model), model, given, labels, about)
-    if task is Task.AUDIO:
-        inputs = audio_inputs(model, max_length)
-        return table_rows(table, needed(table, "audio", given), inputs, model, given, labels, about)
-    return text_rows(table, model, given, labels, max_length, mask, seed, about)
-
-
-def _is_media(path: Path, task: Task | None) -> bool:
-    """Whether it is a folder of images or sounds, rather than a copy of a data set in tables."""
-    if task not in _MEDIA or not path.is_dir():
-        return False
-    kinds = {file.suffix.lower() for file in path.rglob("*")}
-    return not kinds.isdisjoint(_MEDIA[task]) or kinds.isdisjoint(TABLES)
-
-
-def _table(source: str, path: Path, split: str, subset: str | None) -> tuple[Table, str]:
-    if path.suffix.lower() in TABLES:
-        _must_exist(path, source)
-        return read_table(path), source
-    if path.is_dir():
-        return folder_table(path, subset, split), " ".join(filter(None, (source, subset, split)))
-    if path.is_file():
-        known = ", ".join((*TABLES, ".npz"))
-        advice = "Pickles are not read. Write one of these, or a function that yields batches (module:function)."
-        raise LoadError(message("data", f"a file of a known kind ({known})", source, advice))
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise LoadError(message("data", "a file or folder that exists", repr(source), f"There is no {path}."))
-    return hub_table(source, subset, split), " ".join(filter(None, (source, subset, split)))
-
-
-def _must_exist(path: Path, source: str) -> None:
-    if not path.exists():
-        raise LoadError(message("data", "a file that exists", repr(source), f"There is no {path}."))

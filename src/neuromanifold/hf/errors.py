@@ -1,4 +1,4 @@
-"""What can go wrong when something is loaded, said so that it can be put right."""
+"""Errors of loading: what is wrong with a model or data, and what to do."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ class LoadError(ValueError):
     """A model or data that cannot be loaded; the message says which, why, and what to do."""
 
 
+class LabelError(LoadError):
+    """A label in the data that is none of the model's classes."""
+
+
 def require(package: str, extra: str, what: str) -> ModuleType:
-    """Import an optional package, or say how to install it."""
+    """Import an optional package, or raise a LoadError that says how to install it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != package.split(".")[0]:
-            raise
         name = package.split(".")[0]
+        if (error.name or "").split(".")[0] != name:
+            raise
         raise LoadError(f"{what} needs {name}: pip install 'neuromanifold[{extra}]'.") from None
 
 
+def short(error: BaseException, length: int = 300) -> str:
+    """Return the error's message on one line of at most `length` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= length else text[:length] + " ..."
+
+
 def hub_error(argument: str, source: str, error: Exception) -> LoadError:
-    """A hub that cannot be reached, or does not have it: how to do without."""
-    said = " ".join(str(error).split())
-    said = said if len(said) <= 300 else said[:300] + " ..."
+    """Return the error for a name that the hub does not have or that cannot be fetched, with how to use local files."""
     return LoadError(
-        f"`{argument}`: {source!r} is no local path, and could not be had from the hub ({said}). If the name is right "
-        f"and the hub cannot be reached: {_LOCAL[argument]}; or fetch it where there is a network (hf download {source}"
-        f"{' --repo-type dataset' if argument == 'data' else ''}), copy that cache, point HF_HOME at it and set "
-        "HF_HUB_OFFLINE=1."
+        f"`{argument}`: {source!r} is no local path, and could not be had from the hub ({short(error)}). If the name "
+        f"is right and the hub cannot be reached: {_LOCAL[argument]}; or fetch it where there is a network "
+        f"(hf download {source}{' --repo-type dataset' if argument == 'data' else ''}), copy that cache, point HF_HOME "
+        "at it and set HF_HUB_OFFLINE=1."
     )

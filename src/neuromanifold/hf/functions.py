@@ -1,4 +1,4 @@
-"""`package.module:function`: a function of the user's own, by name."""
+"""`package.module:function`: models and data that are functions of the user's own."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_function_name(source: str) -> bool:
-    """Whether it is written as module:function."""
+    """Whether `source` is written as module:function and no such file exists."""
     return _NAME.fullmatch(source) is not None and not Path(source).exists()
 
 
 def find_function(source: str, argument: str) -> object:
-    """What stands under module:name; modules are looked for in the current folder as well."""
+    """Import the module of `module:name` and return the object; the current folder is searched as well."""
     module_name, _, path = source.partition(":")
     with _current_folder_importable():
         try:
             found: object = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # a module that the user's module wants
+                raise  # a module that the user's module imports
             advice = "Run from the folder it lies in, or install it."
             raise LoadError(message(argument, "module:function", f"no module {error.name!r}", advice)) from None
     for part in path.split("."):
@@ -42,7 +42,7 @@ def find_function(source: str, argument: str) -> object:
 
 @contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """As `python -m` has it, and an installed command does not."""
+    """Put the current folder on sys.path, as `python -m` does and an installed command does not."""
     before, here = list(sys.path), str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

@@ -1,10 +1,11 @@
-"""Models: a folder or a hub's name in the format of transformers, or module:function."""
+"""Models: a folder or hub name in the format of transformers, with or without a PEFT adapter, or module:function."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,8 @@ from torch import nn
 
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.hf.adapters import adapter_names, with_adapter
-from neuromanifold.hf.errors import LoadError, hub_error, require
+from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
-from neuromanifold.hf.tasks import KNOWN, Task, as_task, task_of
 from neuromanifold.run.fisher import Likelihood
 
 DTYPES = {
@@ -28,20 +27,50 @@ DTYPES = {
 }
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _PICKLE_ADVICE = "A pickle can run any code, so none is read. Convert it: model.save_pretrained(folder)."
+_ADAPTER = "adapter_model.safetensors"
+
+
+class Task(StrEnum):
+    """What a model predicts, hence what its data look like."""
+
+    TEXT = "text"  # a class for each text or pair of texts
+    TOKENS = "tokens"  # a class for each word
+    IMAGE = "image"
+    AUDIO = "audio"
+    CAUSAL = "causal"  # the next token at every position
+    SEQ2SEQ = "seq2seq"  # the tokens of a target text, by an encoder-decoder model
+    MASKED = "masked"  # the tokens that were masked
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the outputs are classes rather than a vocabulary."""
+        return self not in (Task.CAUSAL, Task.SEQ2SEQ, Task.MASKED)
+
+
+_AUTO = {  # the class of transformers that loads the task's models, and its table of architectures
+    Task.TEXT: ("AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION"),
+    Task.TOKENS: ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
+    Task.IMAGE: ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
+    Task.AUDIO: ("AutoModelForAudioClassification", "AUDIO_CLASSIFICATION"),
+    Task.CAUSAL: ("AutoModelForCausalLM", "CAUSAL_LM"),
+    Task.SEQ2SEQ: ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    Task.MASKED: ("AutoModelForMaskedLM", "MASKED_LM"),
+}
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A module in eval mode, and what has to be known to make its inputs."""
+    """A module in eval mode, and what is needed to collate its inputs."""
 
     module: nn.Module
-    task: Task | None  # None: a module of one's own, whose data are its inputs as they are
-    processor: str | None  # where the tokenizer, image processor or feature extractor is
+    task: Task | None  # None: a module of one's own, whose data are its inputs
+    processor: str | None  # folder or hub name of the tokenizer, image processor or feature extractor
     classes: int | None
-    class_names: dict[str, int]  # empty where they are only numbers
+    class_names: dict[str, int]  # empty where classes are only numbered
     likelihood: Likelihood
-    about: str  # which model, in a line
-    fresh: tuple[str, ...] = ()  # parameters that were drawn at random, since the files have none
+    about: str  # the model in one line, for provenance
+    newly_initialized: tuple[str, ...] = ()  # parameters that the checkpoint lacks, initialized at random
+    revision: str | None = None  # of the processor on the hub
 
     @property
     def config(self) -> Any:
@@ -52,6 +81,7 @@ class LoadedModel:
 def load_model(
     source: str,
     task: str | None = None,
+    *,
     adapter: str | None = None,
     classes: int | None = None,
     dtype: str | None = None,
@@ -60,38 +90,39 @@ def load_model(
     revision: str | None = None,
     processor: str | None = None,
 ) -> LoadedModel:
-    """Load a model for its Fisher information.
+    """Load a model in eval mode, together with its likelihood and what `load_data` needs to collate its inputs.
 
     Args:
         source: a folder with config.json and *.safetensors, a name on the hub, or `package.module:function`, where the
             function takes no arguments and returns a module.
-        task: what the model does (see `Task`); by default what its config says.
-        adapter: a PEFT adapter, a folder or a name on the hub; its parameters are then the trainable ones.
-        classes: for a checkpoint without a trained classifier of so many classes: make one, drawn with `seed`.
-        dtype: float32, float64, bfloat16 or float16; by default float32, or what the function's module has.
+        task: text, tokens, image, audio, causal, seq2seq or masked; by default what the config's architecture does.
+        adapter: a PEFT adapter, a folder or a name on the hub; only its parameters are then trainable.
+        classes: initialize a classifier of so many classes, with `seed`, where the checkpoint has none.
+        dtype: float32, float64, bfloat16 or float16; by default float32, or the dtype of the function's module.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
-        seed: of a classifier that has to be drawn.
+        seed: random seed of a new classifier.
         revision: branch, tag or commit on the hub.
-        processor: where the tokenizer, image processor or feature extractor is; by default beside the model.
+        processor: folder or hub name of the tokenizer, image processor or feature extractor; by default `source`.
 
     """
-    wanted, target = as_task(task), as_device(device)
+    wanted, target, source = _as_task(task), as_device(device), str(source)
     integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
     if dtype is not None and dtype not in DTYPES:
         raise LoadError(message("dtype", f"one of {', '.join(DTYPES)}", repr(dtype)))
     if classes is not None:
         integer_in_range(classes, "classes", 1, 10**7, "outputs of the classifier")
     if is_function_name(source):
-        loaded = _own(source, wanted, classes, adapter)
+        loaded = _from_function(source, wanted, classes, adapter)
     else:
         dtype = dtype or "float32"
-        loaded = _pretrained(source, wanted, adapter, classes, DTYPES[dtype], seed, revision)
+        loaded = _from_pretrained(source, wanted, adapter, classes, DTYPES[dtype], seed, revision)
     module = loaded.module.to(target, None if dtype is None else DTYPES[dtype]).eval()
-    return replace(loaded, module=module, processor=processor or loaded.processor)
+    found = {"processor": processor} if processor else {"processor": loaded.processor, "revision": revision}
+    return replace(loaded, module=module, **found)
 
 
 def as_device(name: str) -> torch.device:
-    """A device that is there."""
+    """Return the device, after allocating on it; "auto" is the first GPU, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -104,8 +135,26 @@ def as_device(name: str) -> torch.device:
     return device
 
 
-def _own(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
-    """A module that the user's function returns."""
+def _as_task(name: str | None) -> Task | None:
+    if name is not None and name not in list(Task):
+        raise LoadError(message("task", f"one of {', '.join(Task)}", repr(name)))
+    return None if name is None else Task(name)
+
+
+def _task_of(architectures: list[str], source: str) -> Task:
+    """Return the task of the first architecture that one of transformers' Auto classes loads."""
+    tables = import_module("transformers.models.auto.modeling_auto")
+    for architecture in architectures:
+        for task, (_, name) in _AUTO.items():
+            for names in getattr(tables, f"MODEL_FOR_{name}_MAPPING_NAMES").values():
+                if architecture in ((names,) if isinstance(names, str) else names):
+                    return task
+    got = f"{', '.join(architectures) or 'no architecture'} in the config of {source}"
+    advice = f"Name its task with --task ({', '.join(Task)}); --classes N initializes a missing classifier."
+    raise LoadError(message("model", "a classifier or a language model", got, advice))
+
+
+def _from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
     if classes is not None or adapter is not None:
         option = "classes" if classes is not None else "adapter"
         raise LoadError(message(option, "left out for module:function", "both", "Let the function do it."))
@@ -118,7 +167,7 @@ def _own(source: str, task: Task | None, classes: int | None, adapter: str | Non
     return LoadedModel(module, task, None, _classes(config, task), _class_names(config, task), likelihood, source)
 
 
-def _pretrained(
+def _from_pretrained(
     source: str,
     task: Task | None,
     adapter: str | None,
@@ -133,14 +182,13 @@ def _pretrained(
     where = str(local) if local.is_dir() else source
     if revision is not None and local.is_dir():
         raise LoadError(message("revision", "left out for a local folder", repr(revision)))
-    with _quiet(local.is_dir()), _errors(source, local.is_dir()):
+    with _quiet_transformers(local.is_dir()), _load_errors(source, local.is_dir()):
         config = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
-        task = task_of(list(config.architectures or []), source) if task is None else task
-        _prepare(config, task, classes)
-        auto = getattr(transformers, KNOWN[task].auto)
+        task = _task_of(list(config.architectures or []), source) if task is None else task
+        _prepare_config(config, task, classes)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # what the checkpoint lacks is drawn from this
-            module, info = auto.from_pretrained(
+            torch.default_generator.manual_seed(seed)  # of parameters that the checkpoint lacks
+            module, info = getattr(transformers, _AUTO[task][0]).from_pretrained(
                 where,
                 config=config,
                 revision=revision,
@@ -150,25 +198,24 @@ def _pretrained(
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        fresh = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
-        held = adapter_names(adapter) if adapter is not None and fresh else set()
-        _check_fresh(source, module, [name for name in fresh if name not in held], task, classes)
+        new = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        in_adapter = _adapter_parameters(adapter) if adapter is not None else set()
+        _check_initialized(source, module, [name for name in new if name not in in_adapter], task, classes)
         if adapter is not None:
-            module = with_adapter(module, adapter)
+            module = _with_adapter(module, adapter)
     about = source + (f"@{commit[:12]}" if (commit := getattr(config, "_commit_hash", None)) else "")
-    about += (f" + {adapter}" if adapter else "") + (f", classifier drawn with seed {seed}" if fresh else "")
-    names = _class_names(config, task)
-    return LoadedModel(
-        module, task, where, _classes(config, task), names, _likelihood(config, task), about, tuple(fresh)
-    )
+    about += (f" + {adapter}" if adapter else "") + (f", classifier initialized with seed {seed}" if new else "")
+    names, likelihood = _class_names(config, task), _likelihood(config, task)
+    return LoadedModel(module, task, where, _classes(config, task), names, likelihood, about, tuple(new))
 
 
 def _check_files(source: str, local: Path) -> None:
-    """What can be said of a local path before anything is loaded."""
+    """Check a local path before anything is loaded."""
     if local.is_file():
-        kind = "a pickle" if local.suffix in _PICKLES else "a file"
-        advice = _PICKLE_ADVICE if kind == "a pickle" else "Give the folder that it lies in."
-        raise LoadError(message("model", "a folder, a name on the hub or module:function", f"{kind}: {source}", advice))
+        pickle = local.suffix in _PICKLES
+        advice = _PICKLE_ADVICE if pickle else "Give the folder that it lies in."
+        got = f"a {'pickle' if pickle else 'file'}: {source}"
+        raise LoadError(message("model", "a folder, a name on the hub or module:function", got, advice))
     if not local.is_dir():
         if source.startswith((".", "/", "~")) or source.count("/") > 1:
             raise LoadError(message("model", "a folder that exists", repr(source), f"There is no {local}."))
@@ -181,34 +228,67 @@ def _check_files(source: str, local: Path) -> None:
     if not any(name.endswith(".safetensors") for name in inside):
         pickles = [name for name in inside if name.endswith(_PICKLES)]
         got = f"{source} with {pickles[0]}" if pickles else f"{source} without weights"
-        advice = _PICKLE_ADVICE if pickles else ""
-        raise LoadError(message("model", "a folder with weights in *.safetensors", got, advice))
+        expected = "a folder with weights in *.safetensors"
+        raise LoadError(message("model", expected, got, _PICKLE_ADVICE if pickles else ""))
 
 
-def _prepare(config: Any, task: Task, classes: int | None) -> None:
+def _prepare_config(config: Any, task: Task, classes: int | None) -> None:
     if classes is not None and not task.classifies:
         raise LoadError(message("classes", f"left out for --task {task}", str(classes), "Outputs are the vocabulary."))
     if classes is not None and config.num_labels != classes:
         config.num_labels = classes
-    if task is Task.TEXT and getattr(config, "pad_token_id", None) is None:  # decoders look for the last token by it
+    if task is Task.TEXT and getattr(config, "pad_token_id", None) is None:  # decoders find the last token by it
         end = getattr(config, "eos_token_id", None)
         config.pad_token_id = end[0] if isinstance(end, list) else end
 
 
-def _check_fresh(source: str, module: nn.Module, fresh: list[str], task: Task, classes: int | None) -> None:
-    """Only a classifier may be drawn at random, and only if that was asked for."""
-    if not fresh:
+def _check_initialized(source: str, module: nn.Module, new: list[str], task: Task, classes: int | None) -> None:
+    """Refuse parameters initialized at random, unless they are those of a classifier that was asked for."""
+    if not new:
         return
     body = f"{getattr(module, 'base_model_prefix', '')}."
-    lacking = [name for name in fresh if name.startswith(body) and ".pooler." not in name]
-    shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
-    if lacking or not task.classifies:
+    shown = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+    if not task.classifies or any(name.startswith(body) and ".pooler." not in name for name in new):
+        expected = f"a checkpoint with all weights of {type(module).__name__}"
         advice = "The weights are those of another architecture; look at config.json, or at --task."
-        raise LoadError(message("model", f"a checkpoint with all weights of {type(module).__name__}",
-                                f"{source} without {shown}", advice))  # fmt: skip
+        raise LoadError(message("model", expected, f"{source} without {shown}", advice))
     if classes is None:
-        advice = "Take a fine-tuned model, or ask for a random classifier with --classes N (drawn with --seed)."
+        advice = "Take a fine-tuned model, or initialize a random classifier with --classes N (and --seed)."
         raise LoadError(message("model", "one with a trained classifier", f"{source} without {shown}", advice))
+
+
+def _with_adapter(module: nn.Module, adapter: str) -> nn.Module:
+    """Return the model with its PEFT adapter; only the adapter's parameters are trainable."""
+    peft = require("peft", "peft", "An adapter")
+    try:
+        adapted: nn.Module = peft.PeftModel.from_pretrained(module, adapter, is_trainable=True)
+    except (ValueError, RuntimeError) as error:
+        advice = "Is it made for this model? With a classifier of its own it needs --classes N as in its training."
+        got = f"{adapter} ({short(error)})"
+        raise LoadError(message("adapter", "an adapter that fits the model", got, advice)) from error
+    return adapted
+
+
+def _adapter_parameters(adapter: str) -> set[str]:
+    """Return the names in the adapter's file, among them parameters of the model such as a trained classifier."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(adapter).expanduser() / _ADAPTER
+    if path.parent.is_dir() and not path.is_file():
+        inside = ", ".join(sorted(file.name for file in path.parent.iterdir())[:6]) or "nothing"
+        advice = "Pickles (.bin) are not read: save the adapter with safe_serialization=True."
+        raise LoadError(message("adapter", f"a folder with {_ADAPTER}", f"{adapter} with {inside}", advice))
+    if not path.is_file():
+        hub = require("huggingface_hub", "hf", "An adapter on the hub")
+        try:
+            path = Path(hub.hf_hub_download(adapter, _ADAPTER))
+        except (OSError, ValueError) as error:
+            raise hub_error("adapter", adapter, error) from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name.removeprefix("base_model.model.") for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise LoadError(f"`adapter`: the weights {path} are damaged ({error}). Copy or download them again.") from error
 
 
 def _classes(config: Any, task: Task | None) -> int | None:
@@ -222,14 +302,14 @@ def _class_names(config: Any, task: Task | None) -> dict[str, int]:
         return {}
     by_number = {str(name): int(i) for i, name in (getattr(config, "id2label", None) or {}).items()}
     by_name = {str(name): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
-    for names in (by_number, by_name):  # one may be left as transformers makes it; predictions go by the first
+    for names in (by_number, by_name):  # one may be the default LABEL_0, ...; predictions are named by the first
         if not all(name == f"LABEL_{i}" for name, i in names.items()):
             return names
     return {}
 
 
 def _likelihood(config: Any, task: Task | None) -> Likelihood:
-    """What the outputs mean: transformers calls it the problem type."""
+    """Return the likelihood that the config's problem type implies."""
     if task is None or not task.classifies:
         return Categorical
     kind = getattr(config, "problem_type", None)
@@ -239,8 +319,8 @@ def _likelihood(config: Any, task: Task | None) -> Likelihood:
 
 
 @contextmanager
-def _quiet(local: bool) -> Iterator[None]:
-    """No report of what is said here in other words; a bar only for downloads."""
+def _quiet_transformers(local: bool) -> Iterator[None]:
+    """Silence the log, which repeats what the errors say, and for local folders the progress bars."""
     logging: Any = import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -255,8 +335,8 @@ def _quiet(local: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _errors(source: str, local: bool) -> Iterator[None]:
-    """Errors of transformers in our words."""
+def _load_errors(source: str, local: bool) -> Iterator[None]:
+    """Raise the errors of transformers as LoadErrors."""
     from safetensors import SafetensorError
 
     try:
@@ -264,12 +344,11 @@ def _errors(source: str, local: bool) -> Iterator[None]:
     except LoadError:
         raise
     except SafetensorError as error:
-        raise LoadError(
-            f"`model`: the weights of {source} are damaged ({error}). Copy or download them again."
-        ) from error
+        advice = "Copy or download them again."
+        raise LoadError(f"`model`: the weights of {source} are damaged ({error}). {advice}") from error
     except OSError as error:
         if not local:
             raise hub_error("model", source, error) from error
         raise LoadError(f"`model`: {source} cannot be read ({error}).") from error
     except (ValueError, RuntimeError, KeyError) as error:
-        raise LoadError(f"`model`: {source} cannot be loaded ({' '.join(str(error).split())[:400]}).") from error
+        raise LoadError(f"`model`: {source} cannot be loaded ({short(error, 400)}).") from error

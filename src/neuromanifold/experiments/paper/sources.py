@@ -14,13 +14,21 @@ from torch import nn
 from neuromanifold.diagnostics.memory import free
 from neuromanifold.experiments.paper.folder import Folder, Settings
 from neuromanifold.experiments.paper.tasks import PaperTask
-from neuromanifold.hf import LoadedData, LoadedModel, LoadError, load_data, load_model
+from neuromanifold.hf import (
+    FunctionData,
+    LabelError,
+    LoadedData,
+    LoadedModel,
+    LoadError,
+    Task,
+    check_data_source,
+    load_data,
+    load_model,
+)
 from neuromanifold.hf.columns import USUAL, parse_columns
-from neuromanifold.hf.data import OwnData
 from neuromanifold.hf.errors import hub_error
 from neuromanifold.hf.functions import is_function_name
-from neuromanifold.hf.tables import SUFFIXES, read_table
-from neuromanifold.hf.tasks import Task
+from neuromanifold.hf.tables import BUILDERS, read_table
 from neuromanifold.problem.fingerprint import fingerprint
 
 _PART = 4  # of the free memory, one in so many
@@ -73,6 +81,7 @@ class Prepared:
 def prepare(task: PaperTask, source: Source, settings: Settings, folder: Folder, tell: Tell) -> Prepared:
     """Load the model, choose the rows, and enter both into the folder."""
     with _hints(task, source):
+        check_data_source(source.data or task.data)
         model = _model(task, source, settings)
         data = _data(task, source, settings, model, labels=True)
         begun = {"model": model.about, "source": data.about}
@@ -83,7 +92,7 @@ def prepare(task: PaperTask, source: Source, settings: Settings, folder: Folder,
     own = source.model is not None or source.data is not None
     about = f"{data.about}, {len(rows):,} of them drawn with seed {settings.seed}"
     about += f", {left_out:,} without a usable label left out" if left_out else ""
-    data = replace(data, rows=tuple(rows), about=about).remembered(_room())
+    data = replace(data, rows=tuple(rows), about=about).cached(_room())
     prepared = Prepared(task, model, data, labelled, left_out, own)
     folder.claim(task.name, {**begun, **_identity(prepared)})
     if folder.numbers(task.name, "rows") is None:
@@ -141,7 +150,7 @@ def _data(task: PaperTask, source: Source, settings: Settings, model: LoadedMode
 
 def _loaded(
     where: str, task: PaperTask, source: Source, settings: Settings, model: LoadedModel, labels: bool
-) -> LoadedData | OwnData:
+) -> LoadedData | FunctionData:
     return load_data(
         where,
         model,
@@ -162,9 +171,9 @@ def _columns(task: PaperTask, source: Source) -> dict[str, str] | None:
     if source.data is None:
         return dict(task.columns) or None
     path = Path(source.data).expanduser()
-    if path.suffix not in SUFFIXES or not path.is_file():
+    if path.suffix.lower() not in BUILDERS or not path.is_file():
         return None
-    names = set(read_table(path).names)
+    names = set(read_table(source.data).columns)
     unusual = {role: name for role, name in task.columns.items() if name in names and not names & set(USUAL[role])}
     return unusual or None
 
@@ -201,10 +210,8 @@ def _rows(
 def _usable(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
     """Those rows whose labels are classes of the model, and what is said of the first other one."""
     try:
-        data.make(rows)
-    except LoadError as error:
-        if not str(error).startswith("`labels`"):
-            raise
+        data.collate(rows)
+    except LabelError as error:
         if len(rows) == 1:
             return [], str(error)
         half = len(rows) // 2
