@@ -9,8 +9,8 @@ import torch
 from matplotlib.patches import Rectangle, StepPatch
 from torch import Tensor
 
-from neuromanifold.report.core_space import save_figure
-from neuromanifold.report.histograms import Histogram, histograms, plot_histograms
+from neuromanifold.report.plots import save_figure
+from neuromanifold.report.plots import Histogram, histograms, plot_histograms
 
 GENERATOR = torch.Generator().manual_seed(0)
 VALUES: dict[str, Tensor] = {

@@ -14,7 +14,7 @@ from neuromanifold.cli.output import output_console, print_line, print_table
 from neuromanifold.core.checks import message
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare as compare_entries
-from neuromanifold.results.summary import components
+from neuromanifold.results.naming import components
 
 HEADER = ("component", "parameters", "RelMAE", "scale", "cosine", "rank corr.", "within 2")
 NOTES = """\
@@ -47,8 +47,7 @@ def compare(
     if len(groups) > 1:
         rows.append(("all", *_cells(a, b, list(a))))
     console = output_console()
-    print_table(console, f"{file.name} against {reference.name}, per sample", HEADER, rows)
-    console.print(NOTES, markup=False, highlight=False)
+    print_table(console, f"{file.name} against {reference.name}, per sample", HEADER, rows, NOTES)
     for letter, one in (("A", a), ("B", b)):
         p = one.provenance
         print_line(console, letter, f"{p.estimator}, {one.count:,} samples of {p.data}; {p.model}")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from neuromanifold.experiments.comparison import compare_estimators
 from neuromanifold.experiments.digits import train_digits
-from neuromanifold.report.core_space import save_figure
-from neuromanifold.report.histograms import histograms, plot_histograms
+from neuromanifold.report.plots import save_figure
+from neuromanifold.report.plots import histograms, plot_histograms
 
 IMAGES = Path(__file__).parent / "images"
 SHOWN = "Hutchinson()"
