@@ -1,4 +1,4 @@
-"""Make the picture that the README shows: `make figures`."""
+"""Make the plot that the README shows: `make figures`."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from neuromanifold.experiments.digits import train_digits
 from neuromanifold.report.plots import save_figure
 from neuromanifold.report.plots import histograms, plot_histograms
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[1] / "images"
 SHOWN = "Hutchinson()"
 
 if __name__ == "__main__":

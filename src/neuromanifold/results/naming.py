@@ -9,6 +9,7 @@ short names     encoder.layer.0               →  layer.0                     w
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _ROWS = 24  # components that a table has room for
@@ -84,15 +85,18 @@ def short_names(names: Iterable[str], among: Iterable[str] = ()) -> Mapping[str,
 
 
 def fitted(names: Sequence[str], room: int) -> list[str]:
-    """The names in at most `room` characters where that is possible: the longest end that tells them apart, after "…".
+    """The names in at most `room` characters where that is possible without making any two equal.
 
-    A name none of whose distinguishing ends fits keeps its shortest one: a table that is too wide can still be read.
+    A name that is too long becomes the longest end that no other name has, such as "…layer.3.query", or its last number
+    and an end, "…3…query"; where neither fits, the shortest such end: a table that is too wide can still be read.
     """
-    made = []
+    shown = {name: name for name in names}
     for name in names:
-        ends = [name] if len(name) <= room else [f"…{end}" for end in _ends(name, names) if end != name] or [name]
-        made.append(next((end for end in ends if len(end) <= room), ends[-1]))
-    return made
+        if len(name) > room:
+            ends = [f"…{end}" for end in _ends(name, names) if end != name] or [name]
+            shown[name] = next((end for end in [*ends, *_gaps(name)] if len(end) <= room), ends[-1])
+    taken = Counter(shown.values())
+    return [short if taken[short] == 1 else name for name, short in shown.items()]
 
 
 def _block(module: str, numbers: int) -> str:
@@ -107,3 +111,10 @@ def _ends(name: str, among: Sequence[str]) -> list[str]:
     ends = [".".join(parts[i:]) for i in range(len(parts)) if not i or not parts[i].isdigit()]
     others = [f".{other}" for other in dict.fromkeys(among) if other != name]
     return [end for end in ends if end == name or not any(other.endswith(f".{end}") for other in others)]
+
+
+def _gaps(name: str) -> list[str]:
+    """The last number of a dotted name and one of its ends after that, "…3…query", the longest first."""
+    parts = name.split(".")
+    number = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts))
+    return [f"…{parts[number]}…{'.'.join(parts[i:])}" for i in range(number + 2, len(parts))]

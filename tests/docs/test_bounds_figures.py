@@ -6,7 +6,7 @@ from torch import nn
 
 import neuromanifold as nm
 from neuromanifold.bounds.picture import draw_rows
-from neuromanifold.report.bounds import Moment, along_training, draw_errors, draw_traces
+from docs.figures.bounds import Moment, along_training, draw_errors, draw_traces
 from tests.run.test_contract import batches, network
 
 
