@@ -4,8 +4,7 @@ from pathlib import Path
 
 from neuromanifold.experiments.comparison import compare_estimators
 from neuromanifold.experiments.digits import train_digits
-from neuromanifold.report.plots import save_figure
-from neuromanifold.report.plots import histograms, plot_histograms
+from neuromanifold.report.plots import histograms, plot_histograms, save_figure
 
 IMAGES = Path(__file__).parents[1] / "images"
 SHOWN = "Hutchinson()"

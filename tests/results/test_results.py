@@ -29,7 +29,20 @@ def test_it_is_a_mapping_of_the_parameters_shapes() -> None:
 def test_it_prints_as_a_table() -> None:
     lines = str(RESULT).splitlines()
     assert lines[0] == "DiagonalFisher (mean)"
-    assert lines[1].split() == "component parameters zero mean median > 0 p95 > 0 rel. s.e.".split()
+    assert lines[1].split() == [
+        "component",
+        "parameters",
+        "zero",
+        "mean",
+        "median",
+        ">",
+        "0",
+        "p95",
+        ">",
+        "0",
+        "rel.",
+        "s.e.",
+    ]
     rows = {line.split()[0]: line.split() for line in lines[3:6]}
     weights = torch.cat([RESULT["2.weight"].flatten(), RESULT["2.bias"].flatten()])
     assert rows["2"][1:5] == ["27", "0.0", "%", f"{weights.mean():.3g}"]

@@ -5,7 +5,6 @@ Every sentence is a fact about the numbers at hand.  Names stand in `backticks`.
 
 from __future__ import annotations
 
-import math
 import re
 
 from neuromanifold.report.formats import NO_BREAK, brief, counted, percent

@@ -56,13 +56,13 @@ def treemap(summary: Summary) -> list[Tile]:
     for one in summary.parameters:
         inside.setdefault(summary.component_of[one.name], []).append(one)
     made = []
-    for (x, y, w, h), one, share, number_of in _placed(summary.components, _TINY, _ASPECT):
-        if one is None:
+    for (x, y, w, h), component, share, number_of in _placed(summary.components, _TINY, _ASPECT):
+        if component is None:
             names = f"{number_of} smaller components"
             made.append(Tile(names, share, 0.0, f"{names}\n{percent(share)} of the trace", x, y, w, h))
             continue
-        tiles = _tiles(inside[one.name], w * _ASPECT / h, heat)
-        made.append(Tile(one.name, share, heat(one), _tip(one), x, y, w, h, tiles))
+        tiles = _tiles(inside[component.name], w * _ASPECT / h, heat)
+        made.append(Tile(component.name, share, heat(component), _tip(component), x, y, w, h, tiles))
     return made
 
 

@@ -1,6 +1,6 @@
 """What a result's `plot`, `report` and `_repr_html_` call: functions of a later stage, named by the package itself.
 
-`neuromanifold/__init__.py`, which knows every stage, calls `draw_with` once; nothing in this stage knows how it is done.
+`neuromanifold/__init__.py`, which knows every stage, calls `draw_with` once; this stage imports nothing of it.
 """
 
 from __future__ import annotations

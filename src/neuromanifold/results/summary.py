@@ -1,7 +1,7 @@
 """Statistics of a Fisher diagonal: of each parameter, layer and component, and of everything.
 
-The one definition for tables, pages and plots: the mean is over all entries; median and 95 % quantile (p95) are over the
-positive entries, as in the paper, interpolated as by `numpy.quantile`; the share of zeros stands apart.
+The one definition for tables, pages and plots: the mean is over all entries; median and 95 % quantile (p95) are over
+the positive entries, as in the paper, interpolated as by `numpy.quantile`; the share of zeros stands apart.
 
     for each parameter:       count its entries by size                        (first reading)
     for each group:           add the counts of its parameters; which bins hold the median and p95?
@@ -157,8 +157,17 @@ def statistics(
     for key, counts in merged.items():
         median, p95 = counts.quantiles(np.concatenate(picked[key]))
         error = sum(errors.get(name, 0.0) for name in groups[key])
-        numbers = (value / divisor for value in (counts.total, error, counts.largest, median, p95))
-        made[key] = Statistics(key, counts.entries, counts.zeros, *numbers, counts.halves())
+        made[key] = Statistics(
+            name=key,
+            entries=counts.entries,
+            zeros=counts.zeros,
+            total=counts.total / divisor,
+            noise=error / divisor,
+            largest=counts.largest / divisor,
+            median=median / divisor,
+            p95=p95 / divisor,
+            halves=counts.halves(),
+        )
     return made
 
 
@@ -251,8 +260,9 @@ class _Counts:
 
 def _bins(x: Array) -> Bins:
     """The number of each entry's bin, from the first one of its precision."""
-    unsigned, shift = (np.uint32, 17) if x.dtype == np.float32 else (np.uint64, 46)
-    return ((x.view(unsigned) << 1) >> (shift + 1)).astype(np.int64)  # without the sign: there may be a -0.0
+    bits: NDArray[Any] = x.view(np.uint32 if x.dtype == np.float32 else np.uint64)
+    shifted: Bins = ((bits << 1) >> (18 if x.dtype == np.float32 else 47)).astype(np.int64)  # without sign, for -0.0
+    return shifted
 
 
 def _pick(
