@@ -31,7 +31,7 @@ docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure ma
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 figures: .venv/installed-demo  ## docs/images/fisher-histograms.png, which the README shows
-	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/figures/readme.py
 
 clean:
 	rm -rf .venv docs/_build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

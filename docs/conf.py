@@ -1,6 +1,10 @@
 import os
+import sys
+from pathlib import Path
 
 import neuromanifold
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # docs.figures
 
 project = "neuromanifold"
 author = "The neuromanifold authors"
@@ -15,7 +19,7 @@ extensions = [
     "matplotlib.sphinxext.plot_directive",
 ]
 myst_enable_extensions = ["dollarmath", "amsmath"]
-exclude_patterns = ["_build", "figures.py"]
+exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"
 html_title = f"neuromanifold {version}"

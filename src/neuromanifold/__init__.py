@@ -25,7 +25,8 @@ from neuromanifold.operators.operator import FisherOperator, fisher_operator
 from neuromanifold.operators.path_length import path_length
 from neuromanifold.persample.checking.check import check_rule
 from neuromanifold.persample.rules import rule
-from neuromanifold.report import methods as _methods  # noqa: F401 (what results draw with)
+from neuromanifold.report import page as _page
+from neuromanifold.report import plots as _plots
 from neuromanifold.results import (
     Comparison,
     DiagonalFisher,
@@ -34,11 +35,14 @@ from neuromanifold.results import (
     TraceEstimate,
     load,
 )
+from neuromanifold.results.drawing import draw_with as _draw_with
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
 from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.graphs import NotReplayedWarning
 from neuromanifold.run.running import RunningFisher
+
+_draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
 __all__ = [  # noqa: RUF022 (grouped by stage)
     # core space

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 
-from neuromanifold.report.depth import depth, draw_depth
-from neuromanifold.report.markup import Markup, dotted, element, joined, number, prose
-from neuromanifold.report.panels import draw_panel, panels
-from neuromanifold.report.summary import summarize
-from neuromanifold.report.treemap import Tile, draw_treemap, squarified, treemap
+from neuromanifold.report.depth import depth
+from neuromanifold.report.formats import error, number
+from neuromanifold.report.panels import octaves, panels
+from neuromanifold.report.render import _environment, draw
+from neuromanifold.report.treemap import Tile, squarified, treemap
+from neuromanifold.results.summary import summarize
 from tests.report.results import odd, result, transformer
 
 SUMMARY, OTHER = summarize(result(transformer()), "a"), summarize(result(transformer(1)), "b")
@@ -33,7 +34,7 @@ def test_layers_stand_along_the_depth() -> None:
 
 def test_the_depth_chart_draws_its_data() -> None:
     data = depth([SUMMARY])
-    text = draw_depth(data, ["a"])
+    text = draw("depth", data)
     alive = sum(s is not None and s.total > 0 for s in data.series[0])
     assert text.count('class="dot s0"') == text.count('class="whisker s0"') == alive
     assert text.count('class="hit"') == len(data.layers)
@@ -54,9 +55,9 @@ def test_results_of_different_networks_stand_side_by_side() -> None:
     assert data.layers[-1] == "other"
     assert data.series[0][-1] is None
     assert data.series[1][0] is None
-    assert "other" in draw_depth(data, ["a", "c"])
+    assert "other" in draw("depth", data)
     drawn = panels([SUMMARY, summarize(result({"other.weight": torch.ones(3)}), "c")])
-    assert "not in the first result" in draw_panel(drawn[-1], "other", ["a", "c"])
+    assert "not in the first result" in draw("panel", drawn[-1], "other")
 
 
 @pytest.mark.parametrize(
@@ -69,16 +70,21 @@ def test_histograms_hold_every_entry(sums: dict[str, torch.Tensor]) -> None:
     assert len({(one.low, len(one.shares[0])) for one in made}) <= 1  # one axis for all
     for one, component in zip(made, [one for one in summary.components if one.entries], strict=True):
         assert sum(one.shares[0]) + component.zero_share == pytest.approx(1)
+        positive = (
+            torch.cat([sums[n].double().flatten() for n in sums if summary.component_of[n] == one.component]) / 10
+        )
         for i, share in enumerate(one.shares[0][1:], one.low + 1):
-            assert share == pytest.approx(component.octaves.get(i, 0) / component.entries)
-        text = draw_panel(one, one.component, ["a"])
+            inside = (positive >= 2.0**i) & (positive < 2.0 ** (i + 1))
+            assert share == pytest.approx(int(inside.sum()) / component.entries)
+        assert octaves(summary)[one.component].total() == component.entries - component.zeros
+        text = draw("panel", one, one.component)
         assert f"{component.entries:,} entries" in text
         assert ('class="rule mean"' in text) == (component.total > 0)
 
 
 def test_the_bars_of_a_histogram_are_its_shares() -> None:
     (panel,) = panels([summarize(result({"a.weight": torch.tensor([0.0, 1.0, 1.5, 2.0, 5.0, 9.0, 17.0])}, count=1))])
-    text = draw_panel(panel, "a", ["a"])
+    text = draw("panel", panel, "a")
     assert panel.low == 0
     assert panel.shares[0] == pytest.approx([2 / 7, 1 / 7, 1 / 7, 1 / 7, 1 / 7])
     area = re.search(r'd="([^"]+)" class="area s0"', text)
@@ -114,19 +120,31 @@ def test_the_map_holds_the_whole_trace() -> None:
             assert sum(one.share for one in tile.tiles) == pytest.approx(tile.share)
     names = [one.name for tile in tiles for one in tile.tiles]
     assert "net.layer.1.key.bias" not in names  # zero has no area
-    text = draw_treemap(tiles, "a")
+    text = draw("treemap", tiles, "a", {})
     assert 'data-name="classifier.weight"' in text
     leaves: list[Tile] = [one for tile in tiles for one in tile.tiles]
     assert all(0 <= one.heat <= 1 for one in leaves)
     assert treemap(summarize(result({"a": torch.zeros(2)}))) == []
 
 
-def test_markup_is_escaped_unless_it_is_markup() -> None:
-    assert element("b", "<i>", title='"x"') == '<b title="&quot;x&quot;">&lt;i&gt;</b>'
-    assert joined(["<", Markup("<br>"), [1, "&"]]) == "&lt;<br>1&amp;"
-    assert dotted("a.b<.c") == "a.<wbr>b&lt;.<wbr>c"
-    assert prose("a `b<c` d") == "a <code>b&lt;c</code> d"
-    assert element("rect", x=1, y=None) == '<rect x="1"/>'
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'a.b<.c'|dotted }}", "a.<wbr>b&lt;.<wbr>c"),
+        ("{{ 'a `b<c` & d'|prose }}", "a <code>b&lt;c</code> &amp; d"),
+        ("<b title=\"{{ '<\\x22>' }}\">", '<b title="&lt;&#34;&gt;">'),
+        ("{{ 1.0|at }} {{ 0.126|at }} {{ 0.001|at }}", "1 0.13 0"),
+    ],
+)
+def test_everything_that_a_template_is_given_is_escaped(template: str, text: str) -> None:
+    assert _environment().from_string(template).render() == text
+
+
+def test_what_is_not_random_has_no_error_of_zero() -> None:
+    assert error(0.0) == "–"
+    assert error(0.023) == "2.3\u00a0%"
+    exact = depth([summarize(result(transformer(), noise=0), "a")])
+    assert all("0 %" not in tip.split("\n")[1] for _, _, tip in exact.tips)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 
 import neuromanifold as nm
 from neuromanifold.report.depth import depth
-from neuromanifold.report.markup import number
-from neuromanifold.report.page import page, write_page
-from neuromanifold.report.summary import summarize
+from neuromanifold.report.formats import number
+from neuromanifold.report.page import page, shared_comparison, write_page
+from neuromanifold.results.summary import summarize
 from tests.report.results import odd, result, transformer
 from tests.run.test_contract import MODEL, batches
 
@@ -100,7 +100,7 @@ def test_every_parameter_stands_in_the_table_with_its_numbers() -> None:
             assert float(cells["rel. s.e."] or 0) == pytest.approx(0.1)
         else:
             assert cells["median > 0"] == ""
-        assert texts["squared by"] == "sample"
+        assert texts["squared per"] == "sample"
 
 
 def test_its_numbers_are_there_for_programs() -> None:
@@ -127,8 +127,8 @@ def test_several_results_are_compared_with_the_first() -> None:
     first, second, third = data(text)
     assert [one["title"] for one in (first, second, third)] == titles
     assert second["all"]["total"] == pytest.approx(float(other.mean.trace))  # in the first one's view
-    assert second["against_first"]["difference"] == pytest.approx(other.compare(FIM, epsilon=0).relmae_positive)
-    assert third["against_first"]["difference"] == 0
+    assert second["against_first"]["relmae_positive"] == pytest.approx(other.compare(FIM, epsilon=0).relmae_positive)
+    assert third["against_first"]["relmae_positive"] == 0
     heads = next(row for row in made.rows if row[0][0] == "parameter")
     column = [text for text, _ in heads].index("ratio, Empirical()")
     for row in made.rows:
@@ -205,6 +205,17 @@ def test_without_matplotlib_the_page_is_offered(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'neuromanifold\[plots\]'"):
             FIM.plot(kind)
     assert FIM.report(tmp_path / "page.html").exists()
+
+
+def test_results_are_compared_over_what_they_share() -> None:
+    a, b = result(transformer(3)), result(transformer(4), count=20)
+    assert repr(shared_comparison(a, b)) == repr(a.compare(b, epsilon=0))  # as text, since relmae is nan
+    assert shared_comparison(a, result({"other": torch.ones(2)})) is None
+    resized = result({**transformer(4), "classifier.bias": torch.ones(7)})
+    found = shared_comparison(a, resized)
+    assert found is not None
+    assert found.entries == sum(value.numel() for value in a.values()) - 3
+    assert "zero on all parameters" in page([result({name: 0 * value for name, value in a.sums.items()}), a])
 
 
 def test_a_page_stays_small() -> None:

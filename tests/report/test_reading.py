@@ -1,13 +1,16 @@
 """The sentences say what the numbers say, and what the numbers are."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.report.reading import brief, comparison_sentence, percent, reading
-from neuromanifold.report.summary import Agreement, summarize
+from neuromanifold.report.formats import brief, percent
+from neuromanifold.report.reading import comparison_sentence, reading
+from neuromanifold.results import Comparison
+from neuromanifold.results.summary import summarize
 from tests.report.results import result, transformer
 from tests.run.test_contract import MODEL, batches
 
@@ -21,7 +24,7 @@ def test_where_the_trace_sits_and_what_is_zero() -> None:
     text = said(result(sums))
     total = sum(float(value.sum()) for value in sums.values())
     head = float(sums["classifier.weight"].sum() + sums["classifier.bias"].sum()) / total
-    assert f"The head `classifier` carries {percent(head)} of the trace".replace("\u00a0", " ") in text
+    assert f"The head `classifier` has {percent(head)} of the trace".replace("\u00a0", " ") in text
     assert "40 of 50 rows of `net.embed.word_embeddings.weight`, tokens that the data never use" in text
     assert "`net.layer.1.key.bias` is zero throughout" in text
     assert "known to ± 10 %" in text
@@ -36,7 +39,7 @@ def test_where_the_trace_sits_and_what_is_zero() -> None:
         (nm.Hutchinson(envelope=nm.Upper()), "An upper bound of the Fisher diagonal, estimated without bias"),
         (nm.Exact(envelope=nm.Lower(rank=1)), "A lower bound of the Fisher diagonal, computed exactly"),
         (nm.Empirical(), "A biased estimate of the Fisher diagonal: given labels instead of the model's"),
-        (nm.SquaredBatchGradient(), "These numbers are no Fisher information"),
+        (nm.SquaredBatchGradient(), "Not a Fisher estimate"),
     ],
     ids=str,
 )
@@ -46,8 +49,8 @@ def test_what_the_numbers_are_is_said_first(estimator: nm.Estimator, words: str)
     assert sentences[0].startswith(words)
     text = " ".join(sentences)
     assert ("no error bars" in text) == (fim.relative_error == 0)
-    biased = "bound" in words or "biased" in words.split() or "no Fisher" in words
-    assert ("the bias" in text) == (biased and "no Fisher" not in words) or "no Fisher" in words
+    biased = "bound" in words or "biased" in words.split() or "Not a" in words
+    assert ("the bias" in text) == (biased and "Not a" not in words) or "Not a" in words
     assert ("with other data" in text) == (not biased)
 
 
@@ -57,10 +60,10 @@ def test_an_estimate_without_noise_is_exact() -> None:
 
 def test_how_parameters_were_squared() -> None:
     sums = transformer()
-    assert "squared by batches" not in said(result(sums))
+    assert "squared per batch" not in said(result(sums))
     text = said(result(sums, ways={"classifier.bias": "batch"}))
-    assert "`classifier.bias` was squared by batches, with more noise, for want of a rule" in text
-    assert "Whole batches were squared" in said(result(sums, ways=dict.fromkeys(sums, "batch")))
+    assert "`classifier.bias` was squared per batch, with more noise: no per-sample rule applies" in text
+    assert "The gradients of whole batches were squared" in said(result(sums, ways=dict.fromkeys(sums, "batch")))
     slow = dict.fromkeys(list(sums)[:5], "sample, one by one")
     assert "and 2 more took one backward pass for each sample" in said(result(sums, ways=slow))
 
@@ -82,10 +85,11 @@ def test_beside_another_result_only_what_may_differ_is_said() -> None:
 
 
 def test_comparisons() -> None:
-    text = comparison_sentence("b", "a", Agreement(3, 2.0, 0.5, 0.25)).replace("\u00a0", " ")
+    found = Comparison(0.3, 0.25, 0.1, 2.0, 0.5, 0.9, entries=1200, positive=9)
+    text = comparison_sentence("b", "a", found).replace("\u00a0", " ")
     assert "`b` has 2 times the trace of `a`; a positive entry differs by 25 % on average" in text
-    assert "no parameter in common" in comparison_sentence("b", "a", Agreement(0, 0, 0, 0))
-    assert "is zero on all" in comparison_sentence("b", "a", Agreement(1, float("nan"), 0, float("nan")))
+    assert "no parameter in common" in comparison_sentence("b", "a", None)
+    assert "is zero on all" in comparison_sentence("b", "a", replace(found, positive=0))
 
 
 @pytest.mark.parametrize(

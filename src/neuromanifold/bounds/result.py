@@ -16,6 +16,7 @@ from neuromanifold.bounds.norms import Norm
 from neuromanifold.core.checks import integer_in_range
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.results.files import reads, save_tensors
+from neuromanifold.results.table import text_table
 from neuromanifold.results.trace import Reduction, check_reduction
 
 if TYPE_CHECKING:
@@ -135,22 +136,14 @@ class NetworkBounds:
 
     def __str__(self) -> str:
         header = ("statement", "of", "lower", "actual", "upper", "lower/actual", "actual/upper")
-        table = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in table
-        ]
-        lines.insert(1, "-" * len(lines[0]))
+        table = text_table(header, [_cells(row) for row in self.rows], left=2)
         where = f"{self.count} samples" + (f", {self.positions} positions" if self.positions != self.count else "")
         title = f"{type(self).__name__} ({self.reduction}): {where}, {self.classes} classes"
         costs = "; ".join(f"{cost.part} {cost.passes} passes, {cost.seconds:.3g} s" for cost in self.costs)
         notes = [f"norms of sums: {self.actual.how}", f"cost: {costs}"]
         if not self.has_labels:
             notes.insert(0, "Prop. 9 needs the label of every sample, which the data do not have")
-        return "\n".join([title, *lines, *notes])
+        return "\n".join([title, table, *notes])
 
     __repr__ = __str__
 

@@ -14,6 +14,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare as compare_entries
 from neuromanifold.results.diagonal import load_diagonal
+from neuromanifold.results.naming import components
 from neuromanifold.results.summary import components
 
 HEADER = ("component", "parameters", "RelMAE", "scale", "cosine", "rank corr.", "within 2")
@@ -47,8 +48,7 @@ def compare(
     if len(groups) > 1:
         rows.append(("all", *_cells(a, b, list(a))))
     console = output_console()
-    print_table(console, f"{file.name} against {reference.name}, per sample", HEADER, rows)
-    console.print(NOTES, markup=False, highlight=False)
+    print_table(console, f"{file.name} against {reference.name}, per sample", HEADER, rows, NOTES)
     for letter, one in (("A", a), ("B", b)):
         p = one.provenance
         print_line(console, letter, f"{p.estimator}, {one.count:,} samples of {p.data}; {p.model}")

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from neuromanifold.core import Categorical
-from neuromanifold.report.core_space import core_path, plot_core_path, save_figure, tightness
+from neuromanifold.experiments.core_space import core_path, plot_core_path, tightness
+from neuromanifold.report.plots import save_figure
 
 CASES = ((2, 3.0), (3, 3.0), (14, 0.3), (14, 3.0), (100, 0.3), (100, 3.0), (1000, 0.3), (1000, 3.0))
 

@@ -14,8 +14,7 @@ from rich.table import Table
 from neuromanifold.experiments import one_thread
 from neuromanifold.experiments.comparison import EstimatorComparison, Row, compare_estimators
 from neuromanifold.experiments.digits import TRAINING, TrainedDigits, train_digits
-from neuromanifold.report.core_space import save_figure
-from neuromanifold.report.histograms import histograms, plot_histograms
+from neuromanifold.report.plots import histograms, plot_histograms, save_figure
 
 SHOWN = "Hutchinson()"  # the estimate that is saved and drawn over the exact diagonal
 

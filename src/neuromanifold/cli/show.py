@@ -12,7 +12,7 @@ from rich.console import Console
 
 from neuromanifold.cli.output import output_console, print_line, print_table
 from neuromanifold.results import DiagonalFisher, load
-from neuromanifold.results.summary import HEADER, summarized
+from neuromanifold.results.summary import HEADER, NOTE, summarize
 
 
 def show(
@@ -37,23 +37,15 @@ def show(
 def print_result(console: Console, result: DiagonalFisher, each: bool = False, only: Sequence[str] = ()) -> None:
     """A table with a row for each component (or parameter), and what was done, in words (or some of it)."""
     mean = result.reduction == "mean"
-    found = summarized(result.sums, result.noise, result.count if mean else 1)
+    found = summarize(result)
     title = f"Diagonal of the Fisher information, {'per sample' if mean else 'sum over samples'}"
     header = ("parameter" if each else HEADER[0], *HEADER[1:])
-    print_table(console, title, header, _each(result) if each else found.rows)
-    noise = f" ± {found.noise:.2g} (at most)" if found.noise else ""
-    for name, value in {"trace": f"{found.trace:.6g}{noise}", **facts(result)}.items():
+    print_table(console, title, header, found.rows(each), NOTE)
+    everything = found.everything
+    error = f" ± {everything.noise:.2g} (standard error, at most)" if everything.noise else " (not random)"
+    for name, value in {"trace": f"{everything.total:.6g}{error}", **facts(result)}.items():
         if not only or name in only:
             print_line(console, name, value)
-
-
-def _each(result: DiagonalFisher) -> list[tuple[str, ...]]:
-    """A row for each parameter."""
-    divisor = result.count if result.reduction == "mean" else 1
-    return [
-        (name, *summarized({name: value}, {name: result.noise[name]}, divisor).rows[0][1:])
-        for name, value in result.sums.items()
-    ]
 
 
 def facts(result: DiagonalFisher) -> dict[str, str]:

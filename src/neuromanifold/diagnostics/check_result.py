@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from neuromanifold.estimators import Empirical, Estimator, SquaredBatchGradient
 from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.table import text_table
 
 ROUNDING = 1e-4  # no error at all
 GOOD = 0.1  # an entry off by ten per cent on average
@@ -60,12 +61,9 @@ class Check:
     def __str__(self) -> str:
         p, count = self.exact.provenance, f"{self.exact.count} samples in {self.exact.provenance.batches} batches"
         title = f"Check of {p.model} on {count}; forward + backward take {1e3 * self.backward_seconds:.3g} ms"
-        table = [_HEADER, *(_cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_HEADER))]
-        lines = [_line(row, widths) for row in table]
-        lines.insert(1, "-" * len(lines[0]))
+        table = text_table(_HEADER, [_cells(row) for row in self.rows], left=2)
         said = [line for note in (*self.notes, self.verdict) for line in textwrap.wrap(note, 110)]
-        return "\n".join([title, *lines, *_NOTES, "", *said])
+        return "\n".join([title, table, *_NOTES, "", *said])
 
     __repr__ = __str__
 
@@ -172,11 +170,6 @@ def _cells(row: CheckRow) -> tuple[str, ...]:
         covered,
         f"{row.time:.2f}" if row.time < 10 else f"{row.time:.0f}",
     )
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    pairs = enumerate(zip(row, widths, strict=True))
-    return "  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in pairs)
 
 
 def _times(row: CheckRow) -> str:

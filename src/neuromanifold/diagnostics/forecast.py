@@ -30,6 +30,7 @@ from neuromanifold.problem.batches import model_device, read_batch
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
+from neuromanifold.results.table import aligned
 from neuromanifold.run.fisher import Likelihood, fisher_diagonal
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 from neuromanifold.run.loop import check_data
@@ -81,8 +82,7 @@ class Forecast:
             "result file": byte_size(self.file),
         }
         title = f"Forecast for {self.model} on {self.device}, from {self.tried} of its batches"
-        width = max(map(len, rows))
-        return "\n".join([title, self.estimator, *(f"{name.ljust(width)}  {text}" for name, text in rows.items())])
+        return "\n".join([title, self.estimator, *aligned(list(rows.items()), left=2)])
 
 
 def forecast(

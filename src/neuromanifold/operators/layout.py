@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuromanifold.core.checks import message
+from neuromanifold.results.naming import layers
 
 Vector = Tensor | Mapping[str, Tensor] | NDArray[Any]
 V = TypeVar("V", bound=Vector)
@@ -60,10 +61,7 @@ class Layout:
 
     def layers(self) -> dict[str, list[str]]:
         """The parameters of each module, by the module's name; they lie side by side."""
-        groups: dict[str, list[str]] = {}
-        for name in self.shapes:
-            groups.setdefault(name.rpartition(".")[0], []).append(name)
-        return groups
+        return layers(self.shapes)
 
     def read(
         self, v: Vector, argument: str, dtype: torch.dtype, device: torch.device

@@ -119,9 +119,11 @@ class BroadcastSite:
                 return []
             return stacked(0, result[0], samples)
         offset = len(result) - len(arriving)
-        free = [d for d in range(len(result)) if d < offset or (arriving[d - offset] == 1 and result[d] != 1)]
-        free = free or [d for d in range(len(result)) if d < offset or arriving[d - offset] == 1]
-        return [Layout(d) for d in free if result[d] == samples and d < 2]
+        return [
+            Layout(d)
+            for d in range(min(2, len(result)))
+            if result[d] == samples and (d < offset or arriving[d - offset] == 1)
+        ]
 
     def form(self, g: Tensor, samples: int, layout: Layout) -> Form:
         """Return the per-sample gradients of the tensor, from the gradient g of the result."""

@@ -1,4 +1,7 @@
-"""Tables and pictures.
+"""The page about a result, its matplotlib figures, and what a notebook shows.
 
-A plot function draws data that another function makes, so that what a picture says is tested without the picture.
+result ─► summarize (results) ─► data of each chart and table (one file each) ─► templates/*.html, or matplotlib
+                             └─► sentences (`reading`)
+
+A chart's data are made apart from its drawing, so that what a plot says is tested without the plot.
 """

@@ -1,4 +1,4 @@
-"""Layers along the depth of the network: the data of the chart, and the chart."""
+"""Layers along the depth of the network: the data of the chart, on the page and in matplotlib."""
 
 from __future__ import annotations
 
@@ -6,27 +6,93 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from neuromanifold.report.charts import box, chart, svg
-from neuromanifold.report.markup import Markup, coordinate, element, number, power_of_ten
-from neuromanifold.report.reading import percent
-from neuromanifold.report.summary import Statistics, Summary, short_names
+from neuromanifold.report.formats import error, number, percent, power_of_ten
+from neuromanifold.results.naming import short_names
+from neuromanifold.results.summary import Statistics, Summary
 
 _DECADES = 12  # that the chart shows below its largest value
 _ALONE = 2.2  # times the width of other layers, for a component's only layer, so that its name has room
 _NAMES = 30  # components that are named below the chart
+_WIDE = 50.0  # thousandths of the width that a name needs on a narrow screen
+
+
+class Mark(NamedTuple):
+    """One layer of one result, in thousandths of the chart's width."""
+
+    series: int
+    x: float
+    width: float
+    layer: Statistics
 
 
 @dataclass(frozen=True)
 class Depth:
     """Layers from input to output, and what each result has for them."""
 
+    titles: list[str]  # of the results
     layers: list[str]
     bands: list[tuple[str, int, int]]  # component, its first layer, the one after its last
     edges: list[float]  # [layers + 1], 0 to 1: where each layer begins; a layer alone in its component is wider
     series: list[list[Statistics | None]]  # [results][layers]
     low: int  # the axis reaches from 10^low to 10^high
     high: int
+
+    @property
+    def marks(self) -> list[Mark]:
+        """What is drawn: results side by side in the slot of each layer."""
+        starts, results = [1000 * edge for edge in self.edges], len(self.series)
+        slots = [b - a for a, b in pairwise(starts)]
+        width = min([14.0, *(0.64 * slot / results for slot in slots)])
+        return [
+            Mark(r, starts[i] + slots[i] * (r + 1) / (results + 1), width, layer)
+            for r, row in enumerate(self.series)
+            for i, layer in enumerate(row)
+            if layer is not None
+        ]
+
+    @property
+    def largest_share(self) -> float:
+        """The largest share of the trace that a layer has; 1 if the trace is zero."""
+        return max((mark.layer.share for mark in self.marks), default=0.0) or 1.0
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Powers of ten on the axis, at most seven or so: height and label."""
+        step = max(1, math.ceil((self.high - self.low) / 6))
+        return [(self.height(10.0**d), power_of_ten(d)) for d in range(self.high, self.low - 1, -step)]
+
+    @property
+    def names(self) -> list[tuple[str, str, float, bool]]:
+        """Below the chart: short name, name, place in per cent, and whether a narrow screen has no room for it."""
+        short = short_names([name for name, _, _ in self.bands], self.layers)
+        found = []
+        for name, start, stop in self.bands[:: max(1, math.ceil(len(self.bands) / _NAMES))]:
+            left, right = 1000 * self.edges[start], 1000 * self.edges[stop]
+            found.append((short[name], name, (left + right) / 20, right - left < _WIDE))
+        return found
+
+    @property
+    def tips(self) -> list[tuple[float, float, str]]:
+        """What the chart says of each layer: its left edge, its width, the text."""
+        places = [(1000 * a, 1000 * (b - a)) for a, b in pairwise(self.edges)]
+        return [(*place, self._tip(i)) for i, place in enumerate(places)]
+
+    def height(self, value: float) -> float:
+        """The place of a value from the top, in per cent; what is below the axis stands on it."""
+        place = (math.log10(value) - self.low) / (self.high - self.low) if value > 0 else 0.0
+        return 100 - 100 * min(1.0, max(0.0, place))
+
+    def _tip(self, i: int) -> str:
+        lines = [self.layers[i]]
+        for title, row in zip(self.titles, self.series, strict=True):
+            if (s := row[i]) is not None:
+                lines += [f"— {title}"] if len(self.titles) > 1 else []
+                lines.append(f"mean {number(s.mean)}, relative standard error {error(s.relative_error)}")
+                lines.append(f"median {number(s.median)}, p95 {number(s.p95)} (positive entries)")
+                lines.append(f"{percent(s.share)} of the trace, {percent(s.zero_share)} zero, {s.entries:,} entries")
+        return "\n".join(lines)
 
 
 def depth(summaries: Sequence[Summary]) -> Depth:
@@ -46,80 +112,4 @@ def depth(summaries: Sequence[Summary]) -> Depth:
     values = [v for row in series for s in row if s for v in (s.mean, s.median, s.p95) if v > 0]
     high = math.ceil(math.log10(max(values))) if values else 0
     low = max(math.floor(math.log10(min(values))), high - _DECADES) if values else -1
-    return Depth(layers, bands, edges, series, min(low, high - 1), high)
-
-
-def draw_depth(data: Depth, titles: Sequence[str]) -> Markup:
-    """Mean, median to p95, share of the trace and share of zeros of every layer, along the depth of the network."""
-    results = len(data.series)
-    starts = [1000 * edge for edge in data.edges]
-    slots = [b - a for a, b in pairwise(starts)]
-    largest = max((s.share for row in data.series for s in row if s), default=0.0) or 1.0
-    marks: dict[str, list[Markup]] = {"value": [], "share": [], "zero": []}
-    for r, row in enumerate(data.series):
-        for i, s in enumerate(row):
-            if s is None:
-                continue
-            x, width = starts[i] + slots[i] * (r + 1) / (results + 1), min(14.0, 0.64 * min(slots) / results)
-            marks["value"] += _mark(data, s, x, f"s{r}")
-            marks["share"].append(box(x - width / 2, width, s.share / largest, f"bar s{r}"))
-            marks["zero"].append(box(x - width / 2, width, s.zero_share, f"bar s{r}"))
-    step = max(1, math.ceil((data.high - data.low) / 6))
-    labels = [(_height(data, 10.0**d), power_of_ten(d)) for d in range(data.high, data.low - 1, -step)]
-    tips = [_tip(data, i, titles) for i in range(len(data.layers))]
-    hits = [box(x, w, cls="hit", data_tip=tip) for x, w, tip in zip(starts, slots, tips, strict=False)]
-    rows = [
-        _strip("value", "mean ●, median to p95 ┃", labels, [*_bands(data), *marks["value"]]),
-        _strip("share", "share of trace", [(0, percent(largest)), (100, "0")], [*_bands(data), *marks["share"]]),
-        _strip("zero", "exactly zero", [(0, percent(1.0)), (100, "0")], [*_bands(data), *marks["zero"]]),
-    ]
-    short = short_names([name for name, _, _ in data.bands], data.layers)
-    every = max(1, math.ceil(len(data.bands) / _NAMES))
-    names = []
-    for name, start, stop in data.bands[::every]:
-        middle = coordinate((starts[start] + starts[stop]) / 20)
-        narrow = "narrow" if starts[stop] - starts[start] < 50 else None
-        label = element("span", short[name], title=name)
-        names.append(element("span", label, style=f"left:{middle}%", cls=narrow))
-    text = f"Fisher information of {len(data.layers)} layers along the depth. Arrow keys go from layer to layer."
-    below = element("div", *names, cls="depth-names", aria_hidden="true")
-    return chart("depth", text, *rows, svg(1000, hits, "hits"), below)
-
-
-def _height(data: Depth, value: float) -> float:
-    """From the top, in per cent; what is below the axis stands on it."""
-    place = (math.log10(value) - data.low) / (data.high - data.low) if value > 0 else 0.0
-    return 100 - 100 * min(1.0, max(0.0, place))
-
-
-def _mark(data: Depth, s: Statistics, x: float, cls: str) -> list[Markup]:
-    if not s.total:
-        return []
-    middle, upper, mean = (coordinate(_height(data, value)) for value in (s.median, s.p95, s.mean))
-    whisker = element("path", d=f"M{coordinate(x)} {middle}V{upper}", cls=f"whisker {cls}")
-    return [whisker, element("path", d=f"M{coordinate(x)} {mean}h0", cls=f"dot {cls}")]
-
-
-def _bands(data: Depth) -> list[Markup]:
-    spans = [(1000 * data.edges[start], 1000 * data.edges[stop]) for _, start, stop in data.bands[1::2]]
-    return [box(a, b - a, cls="band") for a, b in spans]
-
-
-def _strip(kind: str, label: str, ticks: list[tuple[float, str]], drawn: list[Markup]) -> Markup:
-    lines = [element("path", d=f"M0 {coordinate(y)}H1000", cls="grid") for y, _ in ticks]
-    texts = [element("span", text, style=f"top:{coordinate(y)}%") for y, text in ticks]
-    axis = element("div", *texts, cls="y-axis", aria_hidden="true")
-    return element(
-        "div", element("div", label, cls="strip-label"), axis, svg(1000, [*lines, *drawn]), cls=f"strip {kind}"
-    )
-
-
-def _tip(data: Depth, i: int, titles: Sequence[str]) -> str:
-    lines = [data.layers[i]]
-    for title, row in zip(titles, data.series, strict=True):
-        if (s := row[i]) is not None:
-            lines += [f"— {title}"] if len(titles) > 1 else []
-            lines.append(f"mean {number(s.mean)} ± {percent(s.relative_error)}")
-            lines.append(f"median {number(s.median)}, p95 {number(s.p95)} (positive entries)")
-            lines.append(f"{percent(s.share)} of the trace, {percent(s.zero_share)} zero, {s.entries:,} entries")
-    return "\n".join(lines)
+    return Depth([s.title for s in summaries], layers, bands, edges, series, min(low, high - 1), high)

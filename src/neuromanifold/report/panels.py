@@ -1,137 +1,135 @@
-"""Histograms of components, all on one axis: their data, and the panels."""
+"""Histograms of components, all on one axis: the data of the page's panels."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neuromanifold.report.charts import box, chart, svg
-from neuromanifold.report.markup import Markup, coordinate, element, number, power_of_ten
-from neuromanifold.report.reading import percent
-from neuromanifold.report.summary import Statistics, Summary
+import numpy as np
+import torch
+
+from neuromanifold.report.formats import coordinate, number, percent, power_of_ten
+from neuromanifold.results.summary import Statistics, Summary, chunks
 
 _OCTAVES = 56  # that a panel shows at most
 _RARE = 0.002  # of a component's positive entries may lie below the left edge
 _ZERO = 12.0  # per cent of the width, for the bar of zeros
-_FRAME = (1.0, 6.0)  # left edge and width of that bar
+_BIAS = 1023  # of the exponent of a float64, which begins at its 52nd bit
 
 
 @dataclass(frozen=True)
 class Panel:
     """The histograms of one component: shares of entries in [2^e, 2^(e+1)), e from `low` on, for each result."""
 
+    titles: list[str]  # of the results
     component: str
     low: int
     shares: list[list[float]]  # [results][bins]; the first bin also holds what is smaller
     statistics: list[Statistics | None]  # [results]
 
+    @property
+    def outlines(self) -> list[str]:
+        """For each result, the path of its bars, which stand on the axis; empty bins have none."""
+        top, step = max(max(row, default=0.0) for row in self.shares) or 1.0, self._step
+        paths = []
+        for row in self.shares:
+            path = ""
+            for i, share in enumerate(row):
+                if share:
+                    path += "" if i and row[i - 1] else f"M{coordinate(_ZERO + step * i)} 100"
+                    path += f"V{coordinate(100 - 96 * share / top)}h{coordinate(step)}"
+                    path += "" if i + 1 < len(row) and row[i + 1] else "V100"
+            paths.append(path)
+        return paths
+
+    @property
+    def rules(self) -> list[tuple[str, float]]:
+        """Where the mean, median and p95 of the first result stand, in per cent; nothing if all is zero."""
+        first = self.statistics[0]
+        if not first or not first.total:
+            return []
+        values = {"mean": first.mean, "median": first.median, "p95": first.p95}
+        return [(name, self._place(math.log2(value))) for name, value in values.items()]
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """The labels of the axis, with their places in per cent; the bar of zeros is the first."""
+        low, high = self.low * math.log10(2), (self.low + len(self.shares[0])) * math.log10(2)
+        every = max(1, math.ceil((high - low) / 5))
+        decades = [d for d in range(math.ceil(low), math.floor(high) + 1) if d % every == 0]
+        return [(4.0, "0"), *((self._place(d / math.log10(2)), power_of_ten(d)) for d in decades)]
+
+    @property
+    def tips(self) -> list[tuple[float, float, str]]:
+        """What the panel says of the zeros and of each bin: left edge, width, text."""
+        zeros = [s.zero_share if s is not None else None for s in self.statistics]
+        found = [(0.0, _ZERO - 2, self._lines("exactly zero", zeros))]
+        for i, shares in enumerate(zip(*self.shares, strict=True)):
+            left = f"{number(2.0 ** (self.low + i))} to " if i else "below "
+            if any(shares):
+                text = self._lines(f"{left}{number(2.0 ** (self.low + i + 1))}", shares)
+                found.append((_ZERO + self._step * i, self._step, text))
+        return found
+
+    @property
+    def _step(self) -> float:
+        return (100 - _ZERO) / len(self.shares[0])
+
+    def _place(self, octave: float) -> float:
+        place = (octave - self.low) / len(self.shares[0])
+        return _ZERO + (100 - _ZERO) * min(1.0, max(0.0, place))
+
+    def _lines(self, first: str, shares: Sequence[float | None]) -> str:
+        given = [(title, share) for title, share in zip(self.titles, shares, strict=True) if share is not None]
+        named = len(self.titles) > 1
+        return "\n".join(
+            [first, *(f"{percent(s)} of entries" + (f" — {title}" if named else "") for title, s in given)]
+        )
+
 
 def panels(summaries: Sequence[Summary]) -> list[Panel]:
     """The data of the histograms, all on one axis, so that components compare at a glance."""
     found = [{one.name: one for one in s.components} for s in summaries]
+    counts = [octaves(s) for s in summaries]
     names = list(dict.fromkeys(one.name for s in summaries for one in s.components if one.entries))
-    filled = [one for by_name in found for one in by_name.values() if one.octaves]
-    high = max((max(one.octaves) for one in filled), default=0)
-    low = max(min((_lowest(one) for one in filled), default=0), high - _OCTAVES + 1)
+    filled = [counter for one in counts for counter in one.values() if counter]
+    high = max((max(counter) for counter in filled), default=0)
+    low = max(min((_lowest(counter) for counter in filled), default=0), high - _OCTAVES + 1)
     low = min(low, high - 3)
-
-    def shares(one: Statistics | None) -> list[float]:
-        bins = [0.0] * (high + 1 - low)
-        for e, n in (one.octaves if one else {}).items():
-            assert one is not None
-            bins[max(e, low) - low] += n / one.entries
-        return bins
-
-    rows = [(name, [by_name.get(name) for by_name in found]) for name in names]
-    return [Panel(name, low, [shares(one) for one in ones], ones) for name, ones in rows]
-
-
-def draw_panel(panel: Panel, label: str, titles: Sequence[str]) -> Markup:
-    """One histogram: bars for the first result, outlines for others, zeros in a frame at the left that means 100 %."""
-    bins = len(panel.shares[0])
-    top = max((max(row) for row in panel.shares), default=0.0) or 1.0
-    step = (100 - _ZERO) / bins
-    drawn: list[Markup] = [box(*_FRAME, cls="frame")]
-    for r, (row, s) in enumerate(zip(panel.shares, panel.statistics, strict=True)):
-        if s is None:
-            continue
-        drawn.append(_zero_bar(r, s.zero_share))
-        drawn.append(element("path", d=_steps(row, step, top), cls=f"{'line' if r else 'area'} s{r}"))
-    first = panel.statistics[0]
-    if first and first.total:
-        values = {"mean": first.mean, "median": first.median, "p95": first.p95}
-        drawn += [_rule(panel, value, name) for name, value in values.items()]
-    tips = [_bin_tip(panel, i, titles) for i in range(bins)]
-    hits = [box(_ZERO + step * i, step, cls="hit", data_tip=tip) for i, tip in enumerate(tips) if tip]
-    hits.insert(0, box(0, _ZERO - 2, cls="hit", data_tip=_zero_tip(panel, titles)))
-    low, high = panel.low * math.log10(2), (panel.low + bins) * math.log10(2)
-    every = max(1, math.ceil((high - low) / 5))
-    ticks = [d for d in range(math.ceil(low), math.floor(high) + 1) if d % every == 0]
-    places = [(_ZERO + (100 - _ZERO) * (d - low) / (high - low), power_of_ten(d)) for d in ticks]
-    axis = [element("span", text, style=f"left:{coordinate(x)}%") for x, text in [(4.0, "0"), *places]]
-    entries = f"{first.entries:,} entries" if first else "not in the first result"
-    given = f"{percent(first.zero_share)} zero · mean {number(first.mean)}" if first else "–"
-    text = f"Histogram of {panel.component}: {entries}, {given}. Arrow keys go from bar to bar."
-    name = element("b", label, title=panel.component)
-    return element(
-        "figure",
-        element("figcaption", name, element("span", entries), element("span", given)),
-        chart("histogram", text, svg(100, [*drawn, *hits])),
-        element("div", *axis, cls="axis", aria_hidden="true"),
-        cls="panel",
-    )
+    titles, made = [s.title for s in summaries], []
+    for name in names:
+        ones, shares = [by_name.get(name) for by_name in found], []
+        for one, counter in zip(ones, (by_name.get(name) for by_name in counts), strict=True):
+            row = [0.0] * (high + 1 - low)
+            for e, n in (counter or {}).items():
+                assert one is not None
+                row[max(e, low) - low] += n / one.entries
+            shares.append(row)
+        made.append(Panel(titles, name, low, shares, ones))
+    return made
 
 
-def _steps(shares: list[float], step: float, top: float) -> str:
-    """The outline of bars that stand on the axis; empty bins have none."""
-    path = ""
-    for i, share in enumerate(shares):
-        if share and not (i and shares[i - 1]):
-            path += f"M{coordinate(_ZERO + step * i)} 100"
-        if share:
-            path += f"V{coordinate(100 - 96 * share / top)}h{coordinate(step)}"
-            path += "" if i + 1 < len(shares) and shares[i + 1] else "V100"
-    return path
+def octaves(summary: Summary) -> dict[str, Counter[int]]:
+    """For each component, how many of its positive entries lie in [2^e, 2^(e+1)), by e."""
+    result, found = summary.result, {one.name: Counter[int]() for one in summary.components}
+    divisor = result.count if result.reduction == "mean" and result.count else 1
+    for name, value in result.sums.items():
+        for x in chunks(value, name, torch.float64):
+            exponents = np.bincount(((x[x > 0] / divisor).view(np.int64)) >> 52)
+            filled = exponents.nonzero()[0]
+            found[summary.component_of[name]].update(
+                dict(zip((filled - _BIAS).tolist(), exponents[filled].tolist(), strict=True))
+            )
+    return found
 
 
-def _lowest(one: Statistics) -> int:
+def _lowest(counter: Counter[int]) -> int:
     """The octave below which only rare entries lie."""
-    seen, positive = 0, one.entries - one.zeros
-    for e, n in sorted(one.octaves.items()):
+    seen, positive = 0, counter.total()
+    for e, n in sorted(counter.items()):
         seen += n
         if seen > _RARE * positive:
             return e
-    return max(one.octaves)
-
-
-def _zero_bar(r: int, share: float) -> Markup:
-    if not r:
-        return box(*_FRAME, share, cls="bar s0")
-    left, width = map(coordinate, _FRAME)
-    return element("path", d=f"M{left} {coordinate(100 - 100 * share)}h{width}", cls=f"line s{r}")
-
-
-def _rule(panel: Panel, value: float, name: str) -> Markup:
-    place = (math.log2(value) - panel.low) / len(panel.shares[0])
-    x = coordinate(_ZERO + (100 - _ZERO) * min(1.0, max(0.0, place)))
-    return element("path", d=f"M{x} 0V100", cls=f"rule {name}")
-
-
-def _bin_tip(panel: Panel, i: int, titles: Sequence[str]) -> str:
-    if not any(row[i] for row in panel.shares):
-        return ""
-    e = panel.low + i
-    left = f"{number(2.0**e)} to " if i else "below "
-    lines = [f"{left}{number(2.0 ** (e + 1))}"]
-    for title, row in zip(titles, panel.shares, strict=True):
-        lines.append(f"{percent(row[i])} of entries" + (f" — {title}" if len(titles) > 1 else ""))
-    return "\n".join(lines)
-
-
-def _zero_tip(panel: Panel, titles: Sequence[str]) -> str:
-    lines = ["exactly zero"]
-    for title, s in zip(titles, panel.statistics, strict=True):
-        if s is not None:
-            lines.append(f"{percent(s.zero_share)} of entries" + (f" — {title}" if len(titles) > 1 else ""))
-    return "\n".join(lines)
+    return max(counter)

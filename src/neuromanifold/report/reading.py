@@ -1,42 +1,40 @@
-"""A result in plain sentences: what it is, where the information sits, what is zero, and how far to trust it.
+"""A result in sentences: what it is, where the information sits, what is zero, and how far to trust it.
 
 Every sentence is a fact about the numbers at hand.  Names stand in `backticks`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 
-from neuromanifold import estimators
-from neuromanifold.report.summary import Agreement, Statistics, Summary
+from neuromanifold.report.formats import NO_BREAK, brief, counted, percent
+from neuromanifold.results import Comparison
+from neuromanifold.results.summary import Statistics, Summary
 
 _HEAD = re.compile(r"classif|head|score|logits|output|decoder|^fc|\.fc", re.IGNORECASE)
-_SPACE = "\u00a0"  # at which no line breaks
 _TABLE = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
 def reading(summary: Summary, beside: bool = False) -> list[str]:
-    """A paragraph's worth of sentences, the most important first; `beside` another result, only what may differ."""
+    """Sentences about a result, the most important first; `beside` another result, only what may differ."""
     if not summary.everything.entries:
         return [nature(summary), "It has no entries."]
     if not summary.everything.total:
         return [nature(summary), "Every entry is exactly zero: for these data the outputs depend on nothing."]
     more = [] if beside else [_concentration(summary), *_zeros(summary)]
-    found = [_where(summary), *more, *_error(summary), *_ways(summary)]
+    found = [_where(summary), *more, *_error(summary), *_granularity(summary)]
     stopped = summary.result.provenance.stopped
     return [nature(summary), *found, *([f"The run {stopped}."] if stopped else [])]
 
 
 def nature(summary: Summary) -> str:
-    """What the numbers are, honestly: exact, unbiased, a bound, biased, or no Fisher information at all."""
+    """What the numbers are: exact, unbiased, a bound, biased, or not a Fisher estimate at all."""
     p, noisy = summary.result.provenance, summary.everything.noise > 0
     made = (
         f"`{brief(p.estimator)}`, {counted(p.passes, 'backward pass')} over {counted(summary.result.count, 'sample')}"
     )
     if p.target.startswith("not a Fisher"):
-        return f"These numbers are no Fisher information: the squares of whole batches' gradients ({made})."
+        return f"Not a Fisher estimate: the squared gradients of whole batches ({made})."
     for part, bound in (("Upper(", "upper"), ("Lower(", "lower")):
         if part in p.estimator:
             kind = "An" if bound == "upper" else "A"
@@ -52,48 +50,21 @@ def nature(summary: Summary) -> str:
     return f"An {p.target} estimate of the Fisher diagonal ({made})."
 
 
-def comparison_sentence(title: str, first: str, a: Agreement) -> str:
-    """How one result stands to the first."""
-    if not a.parameters:
+def comparison_sentence(title: str, first: str, found: Comparison | None) -> str:
+    """How far a result is from the first, over the parameters that both have; None if there are none."""
+    if found is None:
         return f"`{title}` and `{first}` have no parameter in common: only the shapes of their charts compare."
-    if not math.isfinite(a.difference):
+    if not found.positive:
         return f"`{first}` is zero on all parameters that `{title}` shares with it."
     return (
-        f"`{title}` has {a.ratio:.3g} times the trace of `{first}`; a positive entry differs by "
-        f"{percent(a.difference)} on average, and their cosine is {a.cosine:.4f} "
-        f"({a.parameters:,} parameter tensors in common)."
+        f"`{title}` has {found.mean_ratio:.3g} times the trace of `{first}`; a positive entry differs by "
+        f"{percent(found.relmae_positive)} on average, and their cosine is {found.cosine:.4f} "
+        f"({found.entries:,} entries in common)."
     )
 
 
-def brief(estimator: str) -> str:
-    """An estimator as code, without the arguments that have their default value."""
-    kind = getattr(estimators, estimator.partition("(")[0], None)
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        return estimator
-    defaults = {f"{f.name}={getattr(kind(), f.name)!r}" for f in dataclasses.fields(kind)}
-    given = re.split(r", (?=\w+=)", estimator.partition("(")[2].removesuffix(")"))
-    return f"{kind.__name__}({', '.join(one for one in given if one not in defaults)})"
-
-
-def counted(n: int, noun: str) -> str:
-    """1 sample, 2 samples."""
-    return f"{n:,} {noun}" + ("" if n == 1 else "es" if noun.endswith(("s", "ch")) else "s")
-
-
-def percent(share: float) -> str:
-    """A share with two digits; never rounded to nothing, nor to everything."""
-    if share == 0 or not math.isfinite(share):
-        return f"0{_SPACE}%" if share == 0 else "–"
-    if 0.9995 < share < 1:
-        return f">{_SPACE}99.9{_SPACE}%"
-    if share < 0.0001:
-        return f"<{_SPACE}0.01{_SPACE}%"
-    digits = 1 if 0.985 <= share < 1 else 0
-    return (f"{100 * share:.{digits}f}" if share >= 0.0995 else f"{100 * share:.2g}") + f"{_SPACE}%"
-
-
 def role(name: str, summary: Summary) -> str:
-    """A component by what it is, where its name tells."""
+    """A component with what it is, a head or an embedding, where its name tells."""
     if summary.components[-1].name == name and _HEAD.search(name):
         return f"the head `{name}`"
     return f"the embedding `{name}`" if _TABLE.search(name.rpartition(".")[2]) else f"`{name}`"
@@ -103,7 +74,7 @@ def _where(summary: Summary) -> str:
     parts = sorted(summary.components, key=lambda one: -one.total)
     entries = summary.everything.entries
     text = role(parts[0].name, summary)
-    text = f"{text[0].upper()}{text[1:]} carries {percent(parts[0].share)} of the trace"
+    text = f"{text[0].upper()}{text[1:]} has {percent(parts[0].share)} of the trace"
     text += f" with {percent(parts[0].entries / entries)} of the parameters"
     others = [f"{role(one.name, summary)} {percent(one.share)}" for one in parts[1:3] if one.share >= 0.01]
     return text + (f"; next come {' and '.join(others)}." if others else ".")
@@ -122,15 +93,18 @@ def _zeros(summary: Summary) -> list[str]:
         return ["No entry is exactly zero."]
     text = f"{percent(everything.zero_share)} of all entries are exactly zero"
     dead = [one for one in summary.parameters if one.entries and one.zeros == one.entries]
-    tables = [one for one in summary.parameters if one.zero_rows and one not in dead and _is_table(one)]
+    tables = [one for one in summary.parameters if one.zeros and one not in dead and _is_table(one)]
+    unused = {one: int((summary.result.sums[one.name] == 0).all(1).sum()) for one in tables}  # rows zero throughout
     rows = [
-        f"{one.zero_rows:,} of {one.shape[0]:,} rows of `{one.name}`, {_looked_up(one.name)} that the data never use"
-        for one in sorted(tables, key=lambda one: -one.zero_rows)[:2]
+        f"{n:,} of {one.shape[0]:,} rows of `{one.name}`, {_looked_up(one.name)} that the data never use"
+        for one, n in sorted(unused.items(), key=lambda pair: -pair[1])[:2]
+        if n
     ]
     sentences = [f"{text}{': ' if rows else ''}{'; '.join(rows)}."]
     if dead:
         are = "is" if len(dead) == 1 else "are"
-        sentences.append(f"{_listed([one.name for one in dead])} {are} zero throughout: without effect on these data.")
+        names = _listed([one.name for one in dead])
+        sentences.append(f"{names} {are} zero throughout: the outputs for these data do not depend on {_them(dead)}.")
     return sentences
 
 
@@ -139,32 +113,36 @@ def _error(summary: Summary) -> list[str]:
     biased = p.target.startswith(("biased", "not")) or "Upper(" in p.estimator or "Lower(" in p.estimator
     if not everything.noise:
         beware = "that says nothing about the bias" if biased else "with other data they would differ"
-        return [f"The numbers have no random noise and so no error bars; {beware}."]
-    text = f"An entry is typically known to ±{_SPACE}{percent(everything.relative_error)} (one standard error)"
+        return [f"Nothing in these numbers is random, so there are no error bars; {beware}."]
+    text = f"An entry is typically known to ±{NO_BREAK}{percent(everything.relative_error)} (one standard error)"
     known = [one for one in summary.components if one.total and one.share >= 0.001]
     if len(known) > 1:
         best, worst = (pick(known, key=lambda one: one.relative_error) for pick in (min, max))
-        text += f", best in `{best.name}` (±{_SPACE}{percent(best.relative_error)})"
-        text += f", least in `{worst.name}` (±{_SPACE}{percent(worst.relative_error)})"
+        text += f", best in `{best.name}` (±{NO_BREAK}{percent(best.relative_error)})"
+        text += f", least in `{worst.name}` (±{NO_BREAK}{percent(worst.relative_error)})"
     about = "they do not contain the bias" if biased else "with other data the values would differ, too"
-    return [f"{text}. Error bars tell the noise of the random probes; {about}."]
+    return [f"{text}. Error bars show the noise of the random probes; {about}."]
 
 
-def _ways(summary: Summary) -> list[str]:
-    ways: dict[str, list[str]] = {}
+def _granularity(summary: Summary) -> list[str]:
+    squared: dict[str, list[str]] = {}
     for one in summary.parameters:
-        ways.setdefault(one.way, []).append(one.name)
-    if summary.result.provenance.target.startswith("not") or set(ways) <= {"", "sample"}:
+        squared.setdefault(one.granularity, []).append(one.name)
+    if summary.result.provenance.target.startswith("not") or set(squared) <= {"", "sample"}:
         return []
-    if set(ways) == {"batch"}:
-        return ["Whole batches were squared (granularity “batch”), which has more noise than squaring each sample."]
+    if set(squared) == {"batch"}:
+        return ["The gradients of whole batches were squared (granularity “batch”), which is noisier than per sample."]
     sentences = []
-    if coarse := ways.get("batch"):
+    if coarse := squared.get("batch"):
         were = "was" if len(coarse) == 1 else "were"
-        sentences.append(f"{_listed(coarse)} {were} squared by batches, with more noise, for want of a rule.")
-    if slow := ways.get("sample, one by one"):
-        sentences.append(f"{_listed(slow)} took one backward pass for each sample, for want of a rule.")
+        sentences.append(f"{_listed(coarse)} {were} squared per batch, with more noise: no per-sample rule applies.")
+    if slow := squared.get("sample, one by one"):
+        sentences.append(f"{_listed(slow)} took one backward pass for each sample: no per-sample rule applies.")
     return sentences
+
+
+def _them(parameters: list[Statistics]) -> str:
+    return "it" if len(parameters) == 1 else "them"
 
 
 def _is_table(one: Statistics) -> bool:

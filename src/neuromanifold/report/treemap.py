@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from neuromanifold.report.charts import chart
-from neuromanifold.report.markup import Markup, coordinate, element, number
-from neuromanifold.report.reading import percent
-from neuromanifold.report.summary import Statistics, Summary, short_names
+from neuromanifold.report.formats import coordinate, number, percent
+from neuromanifold.results.summary import Statistics, Summary
 
 _ASPECT = 2.2  # width over height, for which the tiles are made as square as can be
 _SMALL = 0.001  # of the trace: parameters below share a tile
@@ -30,6 +28,21 @@ class Tile:
     height: float
     tiles: tuple[Tile, ...] = ()
 
+    @property
+    def style(self) -> str:
+        """Its place and size."""
+        places = {"left": self.x, "top": self.y, "width": self.width, "height": self.height}
+        return ";".join(f"{name}:{coordinate(value)}%" for name, value in places.items())
+
+    def label(self, component: str) -> str:
+        """Its name inside the box of its component."""
+        return self.name.removeprefix(component).lstrip(".") or self.name
+
+    @property
+    def tone(self) -> str:
+        """How dark it is, for the text on it."""
+        return "strong" if self.heat > 0.66 else "middle" if self.heat > 0.45 else "weak"
+
 
 def treemap(summary: Summary) -> list[Tile]:
     """The data of the map; what is zero has no area and is left out."""
@@ -42,17 +55,14 @@ def treemap(summary: Summary) -> list[Tile]:
     inside: dict[str, list[Statistics]] = {}
     for one in summary.parameters:
         inside.setdefault(summary.component_of[one.name], []).append(one)
-    large = sorted((one for one in summary.components if one.share >= _TINY), key=lambda one: -one.share)
-    rest = [one for one in summary.components if 0 < one.share < _TINY]
-    shares = [one.share for one in large] + ([sum(one.share for one in rest)] if rest else [])
     made = []
-    for i, (x, y, w, h) in enumerate(squarified(shares, _ASPECT)):
-        if i == len(large):
-            names = f"{len(rest)} smaller components"
-            made.append(Tile(names, shares[i], 0.0, f"{names}\n{percent(shares[i])} of the trace", x, y, w, h))
+    for (x, y, w, h), component, share, number_of in _placed(summary.components, _TINY, _ASPECT):
+        if component is None:
+            names = f"{number_of} smaller components"
+            made.append(Tile(names, share, 0.0, f"{names}\n{percent(share)} of the trace", x, y, w, h))
             continue
-        tiles = _tiles(inside[large[i].name], w * _ASPECT / h, heat)
-        made.append(Tile(large[i].name, large[i].share, heat(large[i]), _tip(large[i]), x, y, w, h, tiles))
+        tiles = _tiles(inside[component.name], w * _ASPECT / h, heat)
+        made.append(Tile(component.name, share, heat(component), _tip(component), x, y, w, h, tiles))
     return made
 
 
@@ -84,40 +94,28 @@ def squarified(shares: Sequence[float], aspect: float) -> list[tuple[float, floa
     return [(100 * a / aspect, 100 * b, 100 * w / aspect, 100 * h) for a, b, w, h in made]
 
 
-def draw_treemap(tiles: Sequence[Tile], title: str, layers: Sequence[str] = ()) -> Markup:
-    """Boxes and tiles placed in per cent; what has no room for its name shows it on hovering."""
-    short = short_names([tile.name for tile in tiles], layers)
-    boxes = []
-    for tile in tiles:
-        inner = [_drawn(one, one.name.removeprefix(tile.name).lstrip(".") or one.name, "tile") for one in tile.tiles]
-        share = element("span", percent(tile.share))
-        head = element("div", element("b", short[tile.name]), " ", share, cls="box-head", title=tile.name)
-        body = element("div", *inner, cls="box-body")
-        content = [head, body] if inner else [head]
-        more = {"data_tip": tile.tip} if not inner else {}
-        boxes.append(element("div", *content, cls="box", style=_place(tile), **more))
-    text = f"Where the trace of {title} sits: {len(tiles)} components. "
-    return chart("treemap", text + "Arrow keys go from tile to tile, Enter finds it in the table.", *boxes)
-
-
 def _tiles(parameters: list[Statistics], aspect: float, heat: Callable[[Statistics], float]) -> tuple[Tile, ...]:
-    shown = sorted((one for one in parameters if one.share >= _SMALL), key=lambda one: -one.share)
-    rest = [one for one in parameters if 0 < one.share < _SMALL]
-    shares = [one.share for one in shown] + ([sum(one.share for one in rest)] if rest else [])
     made = []
-    for i, place in enumerate(squarified(shares, max(0.05, aspect))):
-        if i < len(shown):
-            made.append(Tile(shown[i].name, shares[i], heat(shown[i]), _tip(shown[i]), *place))
-        else:
-            name = rest[0].name if len(rest) == 1 else f"{len(rest)} smaller"
-            largest = max(rest, key=lambda one: one.mean)
-            tip = (
-                _tip(rest[0])
-                if len(rest) == 1
-                else f"{len(rest)} smaller parameters\n{percent(shares[i])} of the trace"
-            )
-            made.append(Tile(name, shares[i], heat(largest), tip, *place))
+    for place, one, share, number_of in _placed(parameters, _SMALL, max(0.05, aspect)):
+        if one is not None:
+            made.append(Tile(one.name, share, heat(one), _tip(one), *place))
+            continue
+        largest = max((other for other in parameters if 0 < other.share < _SMALL), key=lambda other: other.mean)
+        tip = f"{number_of} smaller parameters\n{percent(share)} of the trace"
+        made.append(Tile(f"{number_of} smaller", share, heat(largest), tip, *place))
     return tuple(made)
+
+
+def _placed(
+    parts: Sequence[Statistics], smallest: float, aspect: float
+) -> Iterator[tuple[tuple[float, float, float, float], Statistics | None, float, int]]:
+    """Place, part and share of all parts; several below `smallest` share a place, with None and their number."""
+    shown = sorted((one for one in parts if one.share >= smallest), key=lambda one: -one.share)
+    rest = [one for one in parts if 0 < one.share < smallest]
+    shown, rest = ([*shown, *rest], []) if len(rest) == 1 else (shown, rest)
+    shares = [one.share for one in shown] + ([sum(one.share for one in rest)] if rest else [])
+    places = squarified(shares, aspect)
+    yield from zip(places, [*shown, *([None] if rest else [])], shares, [len(rest)] * len(shares), strict=True)
 
 
 def _worst(row: Sequence[float], side: float) -> float:
@@ -129,16 +127,3 @@ def _worst(row: Sequence[float], side: float) -> float:
 def _tip(one: Statistics) -> str:
     size = "×".join(map(str, one.shape)) or f"{one.entries:,} entries"
     return f"{one.name}\n{percent(one.share)} of the trace, mean {number(one.mean)}\n{size}"
-
-
-def _drawn(tile: Tile, label: str, cls: str) -> Markup:
-    texts = (element("b", label), element("span", percent(tile.share)))
-    warm = f"{cls} {'strong' if tile.heat > 0.66 else 'middle' if tile.heat > 0.45 else 'weak'}"  # for the text on it
-    place = f"{_place(tile)};--heat:{coordinate(100 * tile.heat)}%"
-    return element("div", *texts, cls=warm, style=place, data_tip=tile.tip, data_name=tile.name)
-
-
-def _place(tile: Tile) -> str:
-    names = ("left", "top", "width", "height")
-    values = (tile.x, tile.y, tile.width, tile.height)
-    return ";".join(f"{name}:{coordinate(value)}%" for name, value in zip(names, values, strict=True))

@@ -18,7 +18,8 @@ from neuromanifold.results.drawing import drawing
 from neuromanifold.results.files import load, reads, save_tensors
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
-from neuromanifold.results.summary import summary
+from neuromanifold.results.summary import HEADER, NOTE, summarize
+from neuromanifold.results.table import WIDTH, text_table
 from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         return compare(self, other, epsilon)
 
     def __str__(self) -> str:
-        title = f"{type(self).__name__} ({self.reduction})"
-        return summary(self.sums, self.noise, self._divisor, title, self._footer())
+        table = text_table(HEADER, summarize(self).rows(), width=WIDTH)
+        return "\n".join([f"{type(self).__name__} ({self.reduction})", table, NOTE, self._footer()])
 
     __repr__ = __str__
 
@@ -148,7 +149,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         self, path: str | Path = "fisher.html", *others: DiagonalFisher, titles: Sequence[str] | None = None
     ) -> Path:
         """Write one HTML page that needs no network: numbers, charts, a reading in words; `others` are compared."""
-        written: Path = drawing("report")(self, path, others, titles)
+        written: Path = drawing("report")(path, [self, *others], titles)
         return written
 
     def save(self, path: str | Path) -> None:

@@ -1,28 +1,21 @@
-"""Who draws results.  The stage of reports comes after this one, so it enters its functions here, as layers' rules do.
+"""What a result's `plot`, `report` and `_repr_html_` call: functions of a later stage, named by the package itself.
 
-A result's `plot`, `report` and `_repr_html_` look here for what to call; nothing in this stage knows how it is done.
+`neuromanifold/__init__.py`, which knows every stage, calls `draw_with` once; this stage imports nothing of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-_drawings: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Callable[..., Any]] = {}
 
 
-def draws(name: str) -> Callable[[Function], Function]:
-    """Enter a function as the one that does `name` for a result."""
-
-    def enter(function: Function) -> Function:
-        _drawings[name] = function
-        return function
-
-    return enter
+def draw_with(**functions: Callable[..., Any]) -> None:
+    """Set the functions that draw results: `plot`, `report` and `html`."""
+    _functions.update(functions)
 
 
 def drawing(name: str) -> Callable[..., Any]:
-    """The function that does `name`; `import neuromanifold` has entered all of them."""
-    return _drawings[name]
+    """The function that was set for `plot`, `report` or `html`."""
+    return _functions[name]

@@ -1,105 +1,280 @@
-"""A diagonal as a small table, a row for each component of the network."""
+"""Statistics of a Fisher diagonal: of each parameter, layer and component, and of everything.
+
+The one definition for tables, pages and plots: the mean is over all entries; median and 95 % quantile (p95) are over
+the positive entries, as in the paper, interpolated as by `numpy.quantile`; the share of zeros stands apart.
+
+    for each parameter:       count its entries by size                        (first reading)
+    for each group:           add the counts of its parameters; which bins hold the median and p95?
+    for each parameter:       pick the entries of those bins                   (second reading)
+    for each group:           select among what was picked
+
+Bins are 1.6 % wide, so that few entries are picked and nothing else is sorted or copied; the quantiles are exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_ROWS = 24  # as deep into the names as so many rows allow
-_SAMPLED = 100_000  # quantiles are taken over at most so many entries, evenly spaced
-HEADER = ("component", "parameters", "zero", "mean", "median > 0", "p95", "rel. s.e.")
+from neuromanifold.core.checks import message
+from neuromanifold.results.naming import components, grouped, module_of
+from neuromanifold.results.table import TOTAL
+
+if TYPE_CHECKING:
+    from neuromanifold.results.diagonal import DiagonalFisher
+
+Array = NDArray[Any]  # entries, float32 or float64
+Bins = NDArray[np.int64]
+
+HEADER = ("component", "parameters", "zero", "mean", "median > 0", "p95 > 0", "rel. s.e.")
+NOTE = "rel. s.e.: Σ standard errors / Σ entries, of the probes' noise; –: not random"
+_QUANTILES = (0.5, 0.95)
+_CHUNK = 1 << 17  # entries that are read at a time: they stay in the processor's cache
+_OCTAVE = (
+    64  # bins to a factor of two: positive floats are ordered like their bits, of which six after the exponent count
+)
+_FIRST = {torch.float32: _OCTAVE * (1023 - 127), torch.float64: 0}  # the bin of the smallest positive numbers
+_NONE = np.zeros(0, np.int64)
 
 
-def summary(sums: Mapping[str, Tensor], noise: Mapping[str, Tensor], divisor: float, title: str, footer: str) -> str:
-    """The rows as text, between a title and a footer."""
-    table = [HEADER, *summarized(sums, noise, divisor).rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(HEADER))]
-    lines = [_line(row, widths) for row in table]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([title, *lines, footer])
+@dataclass(frozen=True)
+class Statistics:
+    """The entries of a parameter or of a group of them, in the result's view (per sample, or summed over samples)."""
+
+    name: str
+    entries: int
+    zeros: int
+    total: float  # its part of the trace
+    noise: float  # Σ of its entries' standard errors
+    largest: float
+    median: float  # of positive entries; nan where there are none
+    p95: float  # likewise
+    halves: float  # the share of entries, the largest ones, that hold half of the total (to the width of a bin)
+    share: float = 0.0  # of the trace
+    shape: tuple[int, ...] = ()  # of a parameter
+    granularity: str = ""  # of a parameter: what was squared, "sample" or "batch"
+
+    @property
+    def mean(self) -> float:
+        """The mean over all entries, zeros included."""
+        return self.total / self.entries if self.entries else 0.0
+
+    @property
+    def zero_share(self) -> float:
+        """The share of entries that are exactly zero."""
+        return self.zeros / self.entries if self.entries else 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """Σ standard errors over Σ entries; 0 where nothing is random, which says nothing about a bias."""
+        return self.noise / self.total if self.total else 0.0
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of a text table, below `HEADER`."""
+        if not self.entries:
+            return (self.name, "0", *["–"] * 5)
+        means = (f"{value:.3g}" if value == value else "–" for value in (self.mean, self.median, self.p95))
+        error = f"{100 * self.relative_error:.2g} %" if self.noise else "–"
+        return (self.name, f"{self.entries:,}", f"{100 * self.zero_share:.1f} %", *means, error)
 
 
-class Summarized(NamedTuple):
-    """Parameters, share of zeros, mean, median and 95 % quantile, and relative standard error of each component."""
+@dataclass(frozen=True)
+class Summary:
+    """A result in numbers; every list goes from input to output."""
 
-    rows: list[tuple[str, ...]]  # the last one is that of all components, if there are several
-    trace: float
-    noise: float  # the sum of all standard errors
+    title: str
+    result: DiagonalFisher
+    everything: Statistics
+    components: list[Statistics]
+    layers: list[Statistics]
+    parameters: list[Statistics]
+    component_of: dict[str, str]  # of a layer or a parameter
+
+    def rows(self, each: bool = False) -> list[tuple[str, ...]]:
+        """Rows of a text table: a row for each component (or parameter), and one for all of several."""
+        parts = self.parameters if each else self.components
+        return [one.cells() for one in (parts if len(parts) == 1 else [*parts, self.everything])]
 
 
-def summarized(sums: Mapping[str, Tensor], noise: Mapping[str, Tensor], divisor: float) -> Summarized:
-    """Every tensor is read once, and none is copied."""
-    facts = {name: _Facts.of(value, noise[name]) for name, value in sums.items()}
-    rows = [_row(name, group, sums, facts, divisor) for name, group in components(list(sums)).items()]
-    if len(rows) > 1:
-        rows.append(_row("all", list(sums), sums, facts, divisor))
-    every = reduce(_Facts.plus, facts.values(), _Facts())
-    return Summarized(rows, every.total / divisor, every.noise / divisor)
+def summarize(result: DiagonalFisher, title: str = "", most: int | None = None) -> Summary:
+    """Summarize a diagonal; `most` components at the most, by default as many as a table has room for."""
+    names = list(result)
+    parts = components(names) if most is None else components(names, most)
+    layers = grouped(names, lambda name: module_of(name) or name)
+    groups = {f"c/{key}": group for key, group in parts.items()} | {f"l/{key}": group for key, group in layers.items()}
+    groups |= {f"p/{name}": [name] for name in names} | {TOTAL: names}
+    divisor = result.count if result.reduction == "mean" and result.count else 1
+    found = statistics(result.sums, groups, divisor, result.noise)
+    trace = found[TOTAL].total
+
+    def made(prefix: str, keys: Sequence[str]) -> list[Statistics]:
+        ones = ((key, found[f"{prefix}/{key}"]) for key in keys)
+        return [replace(one, name=key, share=one.total / trace if trace else 0.0) for key, one in ones]
+
+    ways = result.provenance.granularity
+    parameters = [
+        replace(one, shape=tuple(result.sums[one.name].shape), granularity=ways.get(one.name, ""))
+        for one in made("p", names)
+    ]
+    component_of = {name: key for key, group in parts.items() for name in group}
+    of_layers = {key: component_of[group[0]] for key, group in layers.items()}
+    return Summary(
+        title=title,
+        result=result,
+        everything=replace(found[TOTAL], share=1.0 if trace else 0.0),
+        components=made("c", list(parts)),
+        layers=made("l", list(layers)),
+        parameters=parameters,
+        component_of={**of_layers, **component_of},
+    )
 
 
-class _Facts(NamedTuple):
-    """Of one parameter, or of several."""
+def statistics(
+    values: Mapping[str, Tensor],
+    groups: Mapping[str, Sequence[str]],
+    divisor: float = 1,
+    noise: Mapping[str, Tensor] | None = None,
+) -> dict[str, Statistics]:
+    """Statistics of groups of tensors, whose entries are divided by `divisor`; a tensor may be in several groups."""
+    counted = {name: _Counts.of(value, name) for name, value in values.items()}
+    errors = {name: sum(float(x.sum(dtype=np.float64)) for x in chunks(t, name)) for name, t in (noise or {}).items()}
+    merged = {key: _Counts.merged([counted[name] for name in names]) for key, names in groups.items()}
+    wanted = {key: counts.bins[counts.places()] for key, counts in merged.items()}
+    picked: dict[str, list[Array]] = {key: [np.zeros(0)] for key in groups}
+    keys: dict[str, list[str]] = {name: [] for name in values}
+    for key, names in groups.items():
+        for name in names:
+            keys[name].append(key)
+    for name, value in values.items():
+        _pick(value, name, counted[name].dtype, {key: wanted[key] for key in keys[name]}, picked)
+    made = {}
+    for key, counts in merged.items():
+        median, p95 = counts.quantiles(np.concatenate(picked[key]))
+        error = sum(errors.get(name, 0.0) for name in groups[key])
+        made[key] = Statistics(
+            name=key,
+            entries=counts.entries,
+            zeros=counts.zeros,
+            total=counts.total / divisor,
+            noise=error / divisor,
+            largest=counts.largest / divisor,
+            median=median / divisor,
+            p95=p95 / divisor,
+            halves=counts.halves(),
+        )
+    return made
 
-    entries: int = 0
-    zeros: int = 0
-    total: float = 0.0
-    noise: float = 0.0
+
+def chunks(tensor: Tensor, name: str, dtype: torch.dtype | None = None) -> Iterator[Array]:
+    """The entries as float32 or float64 arrays, a part at a time; refuses what no Fisher diagonal holds."""
+    wanted = dtype or (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
+        x: Array = part.to("cpu", wanted).numpy()
+        if x.size and not (x.min() >= 0 and x.max() < np.inf):  # a nan is neither
+            expected = "a Fisher diagonal, whose entries are finite and >= 0"
+            raise ValueError(message("result", expected, f"{x.min():g} to {x.max():g} in {name!r}"))
+        yield x
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How many positive entries lie in each bin."""
+
+    entries: int
+    zeros: int
+    total: float
+    largest: float
+    bins: Bins  # ascending, without empty ones
+    counts: Bins
+    dtype: torch.dtype = torch.float64  # that the entries were binned in
 
     @classmethod
-    def of(cls, value: Tensor, noise: Tensor) -> _Facts:
-        """Sums in float32, which are pairwise and right to six digits, take a twentieth of the time of float64."""
-        zeros = value.numel() - int(value.count_nonzero())
-        return cls(value.numel(), zeros, *(float(_sum(tensor)) for tensor in (value, noise)))
+    def of(cls, tensor: Tensor, name: str) -> _Counts:
+        """Count the entries of a tensor: in float32 where it is no wider, but for subnormal numbers."""
+        for dtype in (torch.float32, torch.float64):
+            if dtype is torch.float32 and tensor.dtype == torch.float64:
+                continue
+            positive, total, largest, counts = 0, 0.0, 0.0, np.zeros(1, np.int64)
+            for x in chunks(tensor, name, dtype):
+                more = np.bincount(_bins(x), minlength=counts.size)
+                more[: counts.size] += counts
+                counts, largest = more, max(largest, float(x.max(initial=0)))
+                positive, total = positive + int(np.count_nonzero(x)), total + float(x.sum(dtype=np.float64))
+            zeros = tensor.numel() - positive
+            if counts[:_OCTAVE].sum() == zeros:  # no subnormal number, whose bits count differently
+                break
+        counts[0] -= zeros
+        filled = counts.nonzero()[0]
+        return cls(tensor.numel(), zeros, total, largest, filled + _FIRST[dtype], counts[filled], dtype)
 
-    def plus(self, other: _Facts) -> _Facts:
-        """Of both."""
-        return _Facts(
-            self.entries + other.entries,
-            self.zeros + other.zeros,
-            self.total + other.total,
-            self.noise + other.noise,
-        )
+    @classmethod
+    def merged(cls, parts: Sequence[_Counts]) -> _Counts:
+        """The counts of several tensors together."""
+        bins, counts = (np.concatenate([_NONE, *(getattr(part, key) for part in parts)]) for key in ("bins", "counts"))
+        first = int(bins.min()) if bins.size else 0
+        added = np.bincount(bins - first, counts).astype(np.int64)
+        filled = added.nonzero()[0]
+        entries, zeros, total = (sum(getattr(part, key) for part in parts) for key in ("entries", "zeros", "total"))
+        largest = max((part.largest for part in parts), default=0.0)
+        return cls(entries, zeros, total, largest, filled + first, added[filled])
+
+    def places(self) -> Bins:
+        """Which bins hold the order statistics on both sides of each quantile."""
+        return np.unique(np.searchsorted(self.counts.cumsum(), [r for pair in self._ranks() for r in pair], "right"))
+
+    def quantiles(self, picked: Array) -> list[float]:
+        """The quantiles of the positive entries, given all entries of `places`; nan if nothing is positive."""
+        if not self.bins.size:
+            return [float("nan")] * len(_QUANTILES)
+        left_out = self.counts.copy()
+        left_out[self.places()] = 0
+        left_out, below, ends = left_out.cumsum(), self.counts.cumsum(), np.sort(picked)
+        made = []
+        for share, ranks in zip(_QUANTILES, self._ranks(), strict=True):
+            low, high = (float(ends[rank - left_out[np.searchsorted(below, rank, "right")]]) for rank in ranks)
+            made.append(low + (share * (self.entries - self.zeros - 1) - ranks[0]) * (high - low))
+        return made
+
+    def halves(self) -> float:
+        """The share of entries, the largest ones, that hold half of the total."""
+        if not self.total:
+            return 0.0
+        exponents, steps = np.divmod(self.bins[::-1], _OCTAVE)
+        sums = self.counts[::-1] * np.ldexp(1 + (steps + 0.5) / _OCTAVE, exponents - exponents[0])
+        held, numbers = sums.cumsum(), self.counts[::-1].cumsum()
+        i = int(np.searchsorted(held, held[-1] / 2))
+        unneeded = (held[i] - held[-1] / 2) / sums[i]  # of the last bin
+        return float(numbers[i] - unneeded * self.counts[::-1][i]) / self.entries
+
+    def _ranks(self) -> list[tuple[int, int]]:
+        """The order statistics, counted from 0, between which each quantile of the positive entries lies."""
+        last = self.entries - self.zeros - 1
+        return [(int(share * last), min(int(share * last) + 1, last)) for share in _QUANTILES] if last >= 0 else []
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    return tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+def _bins(x: Array) -> Bins:
+    """The number of each entry's bin, from the first one of its precision."""
+    bits: NDArray[Any] = x.view(np.uint32 if x.dtype == np.float32 else np.uint64)
+    shifted: Bins = ((bits << 1) >> (18 if x.dtype == np.float32 else 47)).astype(np.int64)  # without sign, for -0.0
+    return shifted
 
 
-def components(names: list[str]) -> dict[str, list[str]]:
-    """Group parameter names by their prefix, as deep as stays readable."""
-    best: dict[str, list[str]] = {}
-    for depth in range(1, 2 + max((name.count(".") for name in names), default=0)):
-        groups: dict[str, list[str]] = {}
-        for name in names:
-            groups.setdefault(".".join(name.split(".")[:-1][:depth]) or name, []).append(name)
-        if best and len(groups) > _ROWS:
-            break
-        best = groups
-    return best
-
-
-def _row(
-    name: str, group: list[str], sums: Mapping[str, Tensor], facts: Mapping[str, _Facts], divisor: float
-) -> tuple[str, ...]:
-    entries, zeros, total, noise = reduce(_Facts.plus, (facts[n] for n in group))
-    if not entries:
-        return (name, "0", *["-"] * 5)
-    step = max(1, entries // _SAMPLED)
-    few = torch.cat([sums[n].detach().flatten()[::step].cpu() for n in group]).double().sort().values / divisor
-    positive = few[few > 0]
-    numbers = (
-        f"{total / entries / divisor:.3g}",
-        f"{positive[(len(positive) - 1) // 2]:.3g}" if len(positive) else "-",
-        f"{few.quantile(0.95):.3g}",
-        f"{100 * noise / total:.2g} %" if total else "-",
-    )
-    return (name, f"{entries:,}", f"{100 * zeros / entries:.1f} %", *numbers)
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]  # noqa: B905
-    return "  ".join(cells)
+def _pick(
+    tensor: Tensor, name: str, dtype: torch.dtype, wanted: Mapping[str, Bins], picked: dict[str, list[Array]]
+) -> None:
+    """Add to `picked` the positive entries that lie in a group's wanted bins."""
+    table = np.zeros(1 << 17, bool)
+    every = np.concatenate([_NONE, *wanted.values()]) - _FIRST[dtype]
+    table[every[(every >= 0) & (every < table.size)]] = True
+    for x in chunks(tensor, name, dtype):
+        near = x[table[_bins(x)]]
+        near = near[near > 0].astype(np.float64)
+        places = _bins(near)
+        for key, bins in wanted.items():
+            picked[key].append(near[np.isin(places, bins)])

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from neuromanifold.experiments.error_cost import ErrorCost, Point, draw_error_cost
 from neuromanifold.experiments.paper.columns import COLUMNS, Column, curve
 from neuromanifold.experiments.paper.folder import Folder
 from neuromanifold.experiments.paper.tasks import PaperTask
-from neuromanifold.report.core_space import save_figure
-from neuromanifold.report.error_cost import ErrorCost, Point, draw_error_cost
-from neuromanifold.report.histograms import histograms, plot_histograms
+from neuromanifold.report.plots import histograms, plot_histograms, save_figure
 
 FORMATS = ("png", "pdf")
 

@@ -9,8 +9,7 @@ import torch
 from matplotlib.patches import Rectangle, StepPatch
 from torch import Tensor
 
-from neuromanifold.report.core_space import save_figure
-from neuromanifold.report.histograms import Histogram, histograms, plot_histograms
+from neuromanifold.report.plots import Histogram, histograms, plot_histograms, save_figure
 
 GENERATOR = torch.Generator().manual_seed(0)
 VALUES: dict[str, Tensor] = {
@@ -42,10 +41,10 @@ def test_every_number_is_that_of_a_naive_count(bins: int, span: dict[str, Tensor
     for one in made:
         values = entries(one.component)
         positive = sorted(x for x in values if x > 0)
-        assert one.entries == len(values)
-        assert one.zero_share == pytest.approx(values.count(0) / len(values))
-        assert one.mean == pytest.approx(sum(values) / len(values))
-        assert one.shares.sum().item() + one.zero_share == pytest.approx(1)
+        assert one.statistics.entries == len(values)
+        assert one.statistics.zero_share == pytest.approx(values.count(0) / len(values))
+        assert one.statistics.mean == pytest.approx(sum(values) / len(values))
+        assert one.shares.sum().item() + one.statistics.zero_share == pytest.approx(1)
         if positive:
             assert one.edges.shape == (bins + 1,)
             assert int(one.counts.sum()) == len(positive)
@@ -55,12 +54,12 @@ def test_every_number_is_that_of_a_naive_count(bins: int, span: dict[str, Tensor
             assert all(0 <= int(one.counts[i]) - naive[i] <= 1 for i in ends) or bins == 1
             ratios = one.edges[1:] / one.edges[:-1]
             torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios))
-            assert positive[0] <= one.median <= one.p95 <= positive[-1]
-            assert sum(x <= one.median for x in positive) * 2 >= len(positive)
-            assert sum(x <= one.p95 for x in positive) >= math.floor(0.95 * len(positive))
+            assert positive[0] <= one.statistics.median <= one.statistics.p95 <= positive[-1]
+            assert sum(x <= one.statistics.median for x in positive) * 2 >= len(positive)
+            assert sum(x <= one.statistics.p95 for x in positive) >= math.floor(0.95 * len(positive))
         elif span is None:
             assert one.edges.numel() == one.counts.numel() == 0
-            assert math.isnan(one.median)
+            assert math.isnan(one.statistics.median)
 
 
 def test_bins_reach_over_at_least_a_decade_and_over_the_other_mapping() -> None:
@@ -77,7 +76,7 @@ def test_bins_reach_over_at_least_a_decade_and_over_the_other_mapping() -> None:
 
 def test_what_is_no_fisher_diagonal_is_refused() -> None:
     for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="values"):
+        with pytest.raises(ValueError, match="Fisher diagonal"):
             histograms({"a.weight": torch.tensor([1.0, bad])})
     with pytest.raises(ValueError, match="span"):
         histograms({"a.weight": torch.ones(2)}, span={"b.weight": torch.ones(2)})
@@ -98,12 +97,16 @@ def test_the_picture_draws_the_data(tmp_path: Path) -> None:
         assert torch.equal(torch.as_tensor(outline.values), other.shares)
         assert torch.equal(torch.as_tensor(filled.edges), one.edges)
         bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-        assert [bar.get_height() for bar in bars] == [1, one.zero_share]  # in a frame of height 1
+        assert [bar.get_height() for bar in bars] == [1, one.statistics.zero_share]  # in a frame of height 1
         lines = {line.get_label(): line.get_xdata()[0] for line in axes.lines}
-        assert lines.get("mean μ", one.mean) == one.mean
-        assert ("median of $F_{ii} > 0$" in lines) == (one.median > 0)
-        assert lines.get("median of $F_{ii} > 0$", one.median) == pytest.approx(one.median, nan_ok=True)
-        assert lines.get("$p_{95}$ of $F_{ii} > 0$", one.p95) == pytest.approx(one.p95, nan_ok=True)
+        assert lines.get("mean μ", one.statistics.mean) == one.statistics.mean
+        assert ("median of $F_{ii} > 0$" in lines) == (one.statistics.median > 0)
+        assert lines.get("median of $F_{ii} > 0$", one.statistics.median) == pytest.approx(
+            one.statistics.median, nan_ok=True
+        )
+        assert lines.get("$p_{95}$ of $F_{ii} > 0$", one.statistics.p95) == pytest.approx(
+            one.statistics.p95, nan_ok=True
+        )
         left, right = axes.get_xlim()
         assert axes.get_xscale() == "log"
         assert left < one.edges[0] < one.edges[-1] < right

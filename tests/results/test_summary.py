@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import neuromanifold as nm
-from neuromanifold.report import tally
-from neuromanifold.report.summary import Statistics, agreement, blocks, in_view_of, short_names, summarize
-from neuromanifold.report.tally import Tally
+from neuromanifold.results import summary
+from neuromanifold.results.summary import Statistics, statistics, summarize
 from tests.report.results import odd, result, transformer
 
 PROBLEMS = {"transformer": transformer(), "odd": odd(), "empty": {}, "only zero": {"a.weight": torch.zeros(3)}}
@@ -31,9 +30,6 @@ def check(one: Statistics, x: np.ndarray, trace: float, noise: float) -> None:
     assert one.zero_share == pytest.approx((x == 0).mean() if x.size else 0)
     assert one.share == pytest.approx(x.sum() / trace if trace else 0)
     assert one.largest == pytest.approx(x.max(initial=0))
-    assert sum(one.octaves.values()) == positive.size
-    for e, n in one.octaves.items():
-        assert n == ((positive >= 2.0**e) & (positive < 2.0 ** (e + 1))).sum()
     if positive.size:
         assert (one.median, one.p95) == pytest.approx(tuple(np.quantile(positive, [0.5, 0.95])), rel=1e-12)
         held = np.sort(x)[::-1].cumsum()[: math.ceil(one.halves * x.size)]
@@ -48,7 +44,7 @@ def check(one: Statistics, x: np.ndarray, trace: float, noise: float) -> None:
 @pytest.mark.parametrize("view", ["mean", "sum"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_every_number_is_numpys(problem: str, view: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tally, "_CHUNK", chunk)
+    monkeypatch.setattr(summary, "_CHUNK", chunk)
     sums = PROBLEMS[problem]
     fim = result(sums) if view == "mean" else result(sums).sum
     made, names, trace = summarize(fim), list(sums), values(fim, list(sums)).sum()
@@ -57,7 +53,7 @@ def test_every_number_is_numpys(problem: str, view: str, chunk: int, monkeypatch
     for one in made.parameters:
         check(one, values(fim, [one.name]), trace, 0.1)
         assert one.shape == tuple(sums[one.name].shape)
-        assert one.way == "sample"
+        assert one.granularity == "sample"
     for one in made.layers:
         check(one, values(fim, [n for n in names if (n.rpartition(".")[0] or n) == one.name]), trace, 0.1)
     for one in made.components:
@@ -68,29 +64,37 @@ def test_every_number_is_numpys(problem: str, view: str, chunk: int, monkeypatch
 
 
 @given(
-    st.lists(st.lists(st.floats(0, 2.0**100, width=32), max_size=20), max_size=6),
-    st.sampled_from([0.0, 0.31, 0.5, 1.0]),
+    st.lists(st.tuples(st.lists(st.floats(0, 2.0**100, width=32), max_size=20), st.booleans()), max_size=6),
+    st.sampled_from([1, 3, 10**6]),
 )
-def test_tallies_of_parts_merge_to_that_of_the_whole(parts: list[list[float]], share: float) -> None:
-    together = Tally()
-    for part in parts:
-        one = Tally()
-        one.add(np.array(part, np.float64))
-        together.merge(one)
-    x = np.array([value for part in parts for value in part], np.float64)
+def test_quantiles_of_groups_are_those_of_all_entries_in_any_precision(
+    parts: list[tuple[list[float], bool]], divisor: int
+) -> None:
+    """Zeros, ties, subnormal numbers, float32 beside float64: exact, as numpy's."""
+    tensors = {f"{i}": torch.tensor(x, dtype=torch.float64 if d else torch.float32) for i, (x, d) in enumerate(parts)}
+    x = np.concatenate([np.zeros(0), *(value.double().numpy() for value in tensors.values())]) / divisor
     positive = x[x > 0]
-    assert (together.entries, together.positive) == (x.size, positive.size)
-    assert together.total == pytest.approx(x.sum())
-    needed = together.bins_for([share])
-    picked = positive[[b in needed for b in tally.bins_of(positive)]]
-    expected = np.quantile(positive, share) if positive.size else math.nan
-    assert together.quantile(share, picked) == pytest.approx(expected, nan_ok=True)
+    found = statistics(tensors, {"all": list(tensors), "none": []}, divisor)
+    assert (found["all"].entries, found["all"].entries - found["all"].zeros) == (x.size, positive.size)
+    assert found["all"].total == pytest.approx(x.sum())
+    expected = np.quantile(positive, [0.5, 0.95]) if positive.size else [math.nan] * 2
+    assert [found["all"].median, found["all"].p95] == pytest.approx(list(expected), rel=1e-12, nan_ok=True)
+    assert math.isnan(found["none"].median)
 
 
-def test_rows_that_were_never_looked_up_are_counted() -> None:
-    rows = {one.name: one.zero_rows for one in summarize(result(PROBLEMS["transformer"])).parameters}
-    assert rows["net.embed.word_embeddings.weight"] == 40
-    assert rows["classifier.weight"] == rows["classifier.bias"] == rows["net.layer.1.key.bias"] == 0
+def test_a_negative_zero_is_a_zero() -> None:
+    (one,) = statistics({"a": torch.tensor([-0.0, 0.0, 2.0])}, {"a": ["a"]}).values()
+    assert (one.zeros, one.median, one.p95) == (2, 2.0, 2.0)
+
+
+def test_a_row_says_what_is_random_and_what_is_not() -> None:
+    assert summarize(result({"a.weight": torch.ones(4)})).rows()[0][-1] == "10 %"
+    for estimator in ("Exact()", "Empirical()"):
+        exact = result({"a.weight": torch.ones(4)}, noise=0, estimator=estimator)
+        assert summarize(exact).rows()[0][-1] == "–"
+        assert "–: not random" in str(exact)
+    rows = summarize(result(transformer())).rows(each=True)
+    assert [row[0] for row in rows] == [*transformer(), "all"]
 
 
 def test_the_diagonal_stays_as_it_was() -> None:
@@ -100,43 +104,7 @@ def test_the_diagonal_stays_as_it_was() -> None:
     assert all(torch.equal(before[name], value) for name, value in fim.sums.items())
 
 
-def test_components_are_embeddings_blocks_and_head() -> None:
-    assert list(blocks(list(transformer()))) == [
-        "net.embed.word_embeddings",
-        "net.layer.0",
-        "net.layer.1",
-        "classifier",
-    ]
-    assert list(blocks(["0.weight", "0.bias", "2.weight"])) == ["0", "2"]
-    assert list(blocks(["a10.weight", "weight"])) == ["a10", "weight"]
-    many = [f"module_{'x' * i}.part.weight" for i in range(1, 80)]
-    assert sum(map(len, blocks(many).values())) == 79
-
-
-def test_short_names_stay_apart() -> None:
-    names = ["bert.layer.0", "bert.layer.1", "bert.pooler.dense", "head"]
-    among = ["bert.layer.0.dense", "bert.layer.1.dense"]
-    short = short_names(names, among)
-    assert list(short.values()) == ["layer.0", "layer.1", "pooler.dense", "head"]
-    assert short_names(["0", "2"]) == {"0": "0", "2": "2"}
-    assert short_names(["a.x", "b.x", "x"]) == {"a.x": "a.x", "b.x": "b.x", "x": "x"}
-
-
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_what_is_no_fisher_diagonal_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match=r"`result`.*'a\.weight'"):
         summarize(result({"a.weight": torch.tensor([1.0, bad])}))
-
-
-def test_agreement_is_that_of_compare() -> None:
-    a, b = result(transformer(3)), result(transformer(4), count=20)
-    ours, theirs = agreement(a, b), a.compare(b, epsilon=0)
-    assert ours.parameters == len(a)
-    assert ours.ratio == pytest.approx(theirs.mean_ratio)
-    assert ours.cosine == pytest.approx(theirs.cosine)
-    assert ours.difference == pytest.approx(theirs.relmae_positive)
-    assert agreement(in_view_of(a.sum, b), b) == ours
-    assert agreement(a, result({"other": torch.ones(2)})).parameters == 0
-    resized = result({**transformer(4), "classifier.bias": torch.ones(7)})
-    assert agreement(a, resized).parameters == len(a) - 1
-    assert math.isnan(agreement(a, result({name: 0 * value for name, value in a.sums.items()})).difference)

@@ -1,13 +1,12 @@
-"""Make the picture that the README shows: `make figures`."""
+"""Make the plot that the README shows: `make figures`."""
 
 from pathlib import Path
 
 from neuromanifold.experiments.comparison import compare_estimators
 from neuromanifold.experiments.digits import train_digits
-from neuromanifold.report.core_space import save_figure
-from neuromanifold.report.histograms import histograms, plot_histograms
+from neuromanifold.report.plots import histograms, plot_histograms, save_figure
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[1] / "images"
 SHOWN = "Hutchinson()"
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from neuromanifold.report.core_space import core_path, plot_core_path, save_figure, tightness
+from neuromanifold.experiments.core_space import core_path, plot_core_path, tightness
+from neuromanifold.report.plots import save_figure
 
 
 def test_the_path_leads_from_uniform_to_one_hot() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,13 +119,6 @@ def draw_empirical(axes: Axes, path: CorePath) -> None:
     axes.plot(x, path.empirical_simple_bound, color="C1", linestyle=":", label="Lemma 4, simple form")
     axes.plot(x, path.metric_norm, color="0.6", label="$\\Vert F\\Vert$ itself")
     _finish(axes, path, "Empirical Fisher, adversarial label", "Frobenius norm")
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure; the format follows from the suffix (png, svg, pdf)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
 
 
 def _finish(axes: Axes, path: CorePath, title: str, ylabel: str) -> None:

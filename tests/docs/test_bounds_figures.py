@@ -1,12 +1,12 @@
 """The bounds along a training: the data, and that the pictures show them."""
 
 import pytest
+from docs.figures.bounds import Moment, along_training, draw_errors, draw_traces
 from matplotlib.figure import Figure
 from torch import nn
 
 import neuromanifold as nm
 from neuromanifold.bounds.picture import draw_rows
-from neuromanifold.report.bounds import Moment, along_training, draw_errors, draw_traces
 from tests.run.test_contract import batches, network
 
 

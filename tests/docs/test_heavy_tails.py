@@ -3,9 +3,9 @@
 import math
 
 import torch
+from docs.figures.heavy_tails import data_cv, heavy_tails, label_noise, plot_heavy_tails, student_t
 
 from neuromanifold.bounds import CV_BOUND
-from neuromanifold.report.heavy_tails import data_cv, heavy_tails, label_noise, plot_heavy_tails, student_t
 from tests.zscores import allowed_z_score, worst_z_score
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from neuromanifold.report.error_cost import CEILING, FLOOR, all_error_costs, error_cost, label, plot_error_cost
+from neuromanifold.experiments.error_cost import CEILING, FLOOR, all_error_costs, error_cost, label, plot_error_cost
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
