@@ -39,6 +39,14 @@ class Batch(NamedTuple):
 
         return self._replace(**tree_map(move, self._asdict(), is_leaf=_moves_itself))
 
+    def cut(self, samples: int, rows: slice, batch_dim: int = 0) -> Batch:
+        """Some of its samples; tensors in which samples cannot be found stay as they are."""
+        labels = self.labels
+        if labels is not None and labels.ndim:
+            dim = batch_dim if labels.ndim > batch_dim and labels.shape[batch_dim] == samples else 0
+            labels = _slice(labels, dim, rows)
+        return Batch(*cut((self.args, self.kwargs), samples, rows, batch_dim), labels, self.number)
+
 
 def _moves_itself(value: object) -> bool:
     """Whether this is a PackedSequence, a BatchEncoding, a graph, ..."""
@@ -105,13 +113,17 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def cut(value: T, samples: int, rows: slice, batch_dim: int = 0) -> T:
-    """Some of the samples of a batch: slices each tensor in which `sample_dim` finds them; others stay as they are."""
+    """Some of the samples of inputs: slices each tensor in which `sample_dim` finds them; others stay as they are."""
 
     def slice_of(tensor: Tensor) -> Tensor:
         dim = sample_dim(tensor, samples, batch_dim)
-        return tensor if dim is None else tensor[(slice(None),) * dim + (rows,)]
+        return tensor if dim is None else _slice(tensor, dim, rows)
 
     return map_tensors(slice_of, value)
+
+
+def _slice(tensor: Tensor, dim: int, rows: slice) -> Tensor:
+    return tensor[(slice(None),) * dim + (rows,)]
 
 
 def sample_dim(tensor: Tensor, samples: int, batch_dim: int = 0) -> int | None:
