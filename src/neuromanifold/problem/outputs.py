@@ -117,9 +117,11 @@ def read_outputs(
 
 def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int) -> None:
     """Refuse logits that have the inputs' samples in another dimension than `batch_dim`."""
+    if logits.ndim == 2:
+        return
     sizes = {t.shape[batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim}
     samples = sizes.pop() if len(sizes) == 1 else None  # graphs, bags and the like have inputs of several lengths
-    if samples is None or logits.ndim == 2 or logits.shape[batch_dim] == samples:
+    if samples is None or logits.shape[batch_dim] == samples:
         return
     meant = [
         dim for dim in range(min(2, logits.ndim)) if dim != class_dim != batch_dim and logits.shape[dim] == samples
