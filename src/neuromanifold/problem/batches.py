@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,9 +36,18 @@ class Batch(NamedTuple):
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device, non_blocking=True)
-            return value.to(device) if _moves_itself(value) else map_tensors(move, value)
+            return value.to(device) if _moves_itself(value) else map_tensors(move, value, _moves_itself)
 
-        return self._replace(**tree_map(move, self._asdict(), is_leaf=_moves_itself))
+        args, kwargs = tuple(map(move, self.args)), {key: move(value) for key, value in self.kwargs.items()}
+        return Batch(args, kwargs, None if self.labels is None else move(self.labels), self.number)
+
+    def cut(self, samples: int, rows: slice, batch_dim: int = 0) -> Batch:
+        """Some of its samples; tensors in which samples cannot be found stay as they are."""
+        labels = self.labels
+        if labels is not None and labels.ndim:
+            dim = batch_dim if labels.ndim > batch_dim and labels.shape[batch_dim] == samples else 0
+            labels = _slice(labels, dim, rows)
+        return Batch(*cut((self.args, self.kwargs), samples, rows, batch_dim), labels, self.number)
 
 
 def _moves_itself(value: object) -> bool:
@@ -79,22 +89,25 @@ def read_batch(item: object, number: int, label_key: str = "labels", argument: s
     raise TypeError(where + message("batch", expected, got, advice))
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: T) -> T:
-    """A copy of `value` with each tensor replaced by `function(tensor)`, in containers and dataclasses of any kind."""
+def map_tensors(function: Callable[[Any], Any], value: T, is_leaf: Callable[[Any], bool] = lambda _: False) -> T:
+    """A copy of `value` with each tensor replaced by `function(tensor)`, in containers and dataclasses of any kind.
+
+    `is_leaf` says what else is given to the function as it is.
+    """
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) or is_leaf(x):
             return function(x)
         if isinstance(x, MutableMapping):  # one that torch does not know, such as a BatchEncoding
             x = copy(x)
-            x.update({key: map_tensors(function, entry) for key, entry in x.items()})
+            x.update({key: map_tensors(function, entry, is_leaf) for key, entry in x.items()})
         elif is_dataclass(x) and not isinstance(x, type):
             x = copy(x)
             for field in fields(x):
-                object.__setattr__(x, field.name, map_tensors(function, getattr(x, field.name)))
+                object.__setattr__(x, field.name, map_tensors(function, getattr(x, field.name), is_leaf))
         return x
 
-    return tree_map(leaf, value)  # type: ignore[no-any-return]
+    return tree_map(leaf, value, is_leaf=is_leaf)  # type: ignore[no-any-return]
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -105,13 +118,17 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def cut(value: T, samples: int, rows: slice, batch_dim: int = 0) -> T:
-    """Some of the samples of a batch: slices each tensor in which `sample_dim` finds them; others stay as they are."""
+    """Some of the samples of inputs: slices each tensor in which `sample_dim` finds them; others stay as they are."""
 
     def slice_of(tensor: Tensor) -> Tensor:
         dim = sample_dim(tensor, samples, batch_dim)
-        return tensor if dim is None else tensor[(slice(None),) * dim + (rows,)]
+        return tensor if dim is None else _slice(tensor, dim, rows)
 
     return map_tensors(slice_of, value)
+
+
+def _slice(tensor: Tensor, dim: int, rows: slice) -> Tensor:
+    return tensor[(slice(None),) * dim + (rows,)]
 
 
 def sample_dim(tensor: Tensor, samples: int, batch_dim: int = 0) -> int | None:
@@ -125,6 +142,5 @@ def sample_dim(tensor: Tensor, samples: int, batch_dim: int = 0) -> int | None:
 
 def model_device(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device

@@ -91,22 +91,33 @@ def with_decoder_inputs(
     return batch
 
 
-def why_not_callable(signature: inspect.Signature | None, batch: Batch, label_key: str) -> str:
-    """What is wrong with the arguments for a `forward` of this signature; "" if nothing is."""
-    if signature is None:
-        return ""
+def call(model: nn.Module, batch: Batch, signature: inspect.Signature | None, label_key: str) -> object:
+    """Run the model; where the batch does not fit its `forward`, the error says what to yield instead."""
+    try:
+        return model(*batch.args, **batch.kwargs)
+    except (TypeError, AttributeError) as error:
+        wrong = signature and _why_not_callable(signature, batch, label_key, error)
+        if not wrong:
+            raise
+        raise TypeError(f"Batch {batch.number} of `data`: {wrong}") from error
+
+
+def _why_not_callable(signature: inspect.Signature, batch: Batch, label_key: str, raised: Exception) -> str:
+    names = ", ".join(signature.parameters)
     try:
         signature.bind(*batch.args, **batch.kwargs)
-        return ""
     except TypeError as error:
-        expected = f"callable with a batch of `data` ({error})"
-    advice = f"Its arguments: {', '.join(signature.parameters)}. "
-    if batch.kwargs:
-        got = f"a dict with the keys {', '.join(map(repr, batch.kwargs))}"
-        advice += "The entries of a dict are passed on by name, all but the labels, which are looked for under "
-        advice += f"{label_key!r}: name another key with label_key=."
-    else:
+        expected, advice = f"callable with a batch of `data` ({error})", f"Its arguments: {names}. "
+        if batch.kwargs:
+            got = f"a dict with the keys {', '.join(batch.kwargs)}"
+            advice += "The entries of a dict are passed on by name, all but the labels, which are looked for under "
+            return message("model", expected, got, advice + f"{label_key!r}: name another key with label_key=.")
         got = f"{len(batch.args)} input(s){'' if batch.labels is None else ' and labels'}"
         advice += "A batch (a, b) means inputs a and labels b. "
         advice += "For a model with several inputs yield ((a, b), labels), or a dict by name."
-    return message("model", expected, got, advice)
+        return message("model", expected, got, advice)
+    if len(batch.args) == 1 and isinstance(batch.args[0], Mapping) and only_argument(signature):
+        got = f"{type(raised).__name__}: {raised}"
+        expected = f"callable with the dict itself, since none of its keys ({', '.join(batch.args[0])}) is {names!r}"
+        return message("model", expected, got, f"Rename a key to {only_argument(signature)!r} if it is the input.")
+    return ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from neuromanifold.core import Core
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.validation import Found, LateValidation, check_label_dtype, distributions
+from neuromanifold.problem.validation import Found, LateValidation, check_labels, distributions
 
 
 class Cotangent(NamedTuple):
@@ -44,7 +44,7 @@ def _fused(
     core: Core, outputs: Outputs, estimator: Estimator, generator: torch.Generator, validation: LateValidation
 ) -> Iterator[Cotangent]:
     """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
-    check_label_dtype(core, outputs)
+    check_labels(core, outputs, wanted=False)
     noise, sample_noise = _noise(core, outputs, estimator)
     for i, (values, finite) in enumerate(estimator.fused(core, generator, outputs.valid)):
         if i == 0:

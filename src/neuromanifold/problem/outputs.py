@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.batches import Batch, tensors_in
-from neuromanifold.problem.suspicions import SuspiciousInputWarning, callers_level
 
 
 class Outputs(NamedTuple):
@@ -76,9 +74,10 @@ def read_outputs(
 
     `scalar`: outputs of shape [B] are one number for each sample.
     """
-    where = f"Batch {batch.number} of `data`: "
-    given = _find_logits(output)
-    given = given[:, None] if scalar and given.ndim == 1 else given
+    where, given = f"Batch {batch.number} of `data`: ", _find_logits(output)
+    if given.ndim == 1 and scalar:
+        _check_samples(given, batch, -1, 0)
+        given = given[:, None]
     if given.ndim < 2:
         advice = "Is `data` an iterable of batches, and is the model's first output its logits (and not a loss)?"
         advice += " One number for each sample is for nm.Bernoulli or nm.Gaussian." if given.ndim else ""
@@ -99,38 +98,39 @@ def read_outputs(
     if batch_dim and labels is not None and labels.ndim > 1:
         labels = labels.movedim(batch_dim, 0)
     if labels is not None:
-        if labels.shape == positions and logits.shape[-1] == 1:
-            labels = labels[..., None]  # one output and one target a sample, without a dimension for it
         if labels.shape not in (positions, logits.shape):
             raise ValueError(where + _wrong_labels(labels, logits, given, class_dim, batch_dim))
+        one = logits.shape[-1] == 1  # a single output, whose targets may come without a dimension for it
+        labels = labels.reshape(positions) if one else labels
         if labels.shape == positions and not labels.is_floating_point():
             labels = labels.long()
             valid = _unless_all(labels != ignore_index)
             labels = labels if valid is None else torch.where(valid, labels, 0)
-    mask = _attention_mask(batch.kwargs) if logits.ndim > 2 else None
+        labels = labels[..., None] if one else labels
+    mask = attention_mask(batch)
     if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
         mask = mask.movedim(batch_dim, 0)
-    if mask is not None and mask.shape == positions:
+    if mask is not None and mask.shape == positions and logits.ndim > 2:
         valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
-    elif mask is not None and valid is None and (labels is None or labels.shape != positions):
-        text = f"`attention_mask` has shape {list(mask.shape)}, but the logits' positions are {list(positions)}: it is "
-        text += "not used, and every position counts, of padding too. Yield labels of the positions' shape, with "
-        text += f"{ignore_index} (ignore_index) where a position does not count."
-        warnings.warn(text, SuspiciousInputWarning, stacklevel=callers_level())
     return Outputs(logits, labels, valid, batch.number)
 
 
 def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int) -> None:
     """Refuse logits that have the inputs' samples in another dimension than `batch_dim`."""
+    if logits.ndim == 2:
+        return
     sizes = {t.shape[batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim}
     samples = sizes.pop() if len(sizes) == 1 else None  # graphs, bags and the like have inputs of several lengths
-    if samples is None or logits.shape[batch_dim] == samples or logits.ndim < 3:
+    if samples is None or logits.shape[batch_dim] == samples:
         return
-    for dim in range(2):
-        if dim != class_dim != batch_dim and logits.shape[dim] == samples:
-            expected = f"of the inputs' {samples} samples in dimension {batch_dim}"
-            got, advice = f"shape {list(logits.shape)}", f"Pass batch_dim={dim} if that dimension holds the samples."
-            raise ValueError(f"Batch {batch.number} of `data`: " + message("logits", expected, got, advice))
+    meant = [
+        dim for dim in range(min(2, logits.ndim)) if dim != class_dim != batch_dim and logits.shape[dim] == samples
+    ]
+    if meant or logits.ndim == 1:
+        expected = f"of the inputs' {samples} samples in dimension {batch_dim}"
+        advice = f"Pass batch_dim={meant[0]} if that dimension holds the samples." if meant else ""
+        text = message("logits", expected, f"shape {list(logits.shape)}", advice)
+        raise ValueError(f"Batch {batch.number} of `data`: {text}")
 
 
 def _wrong_labels(labels: Tensor, logits: Tensor, given: Tensor, class_dim: int, batch_dim: int) -> str:
@@ -142,6 +142,12 @@ def _wrong_labels(labels: Tensor, logits: Tensor, given: Tensor, class_dim: int,
         advice = f"Of logits {list(given.shape)}, pass class_dim={meant[0]} if that dimension holds the classes."
     elif labels.shape == (*logits.shape[:1], 1, *logits.shape[1:-1]) or labels.shape == (*logits.shape[:-1], 1):
         advice = "Drop their dimension of size 1 with squeeze."
+    elif (
+        labels.ndim == logits.ndim - 1
+        and labels.shape[:1] == logits.shape[:1]
+        and labels.numel() < logits[..., 0].numel()
+    ):
+        advice = "If the model adds positions (virtual tokens), pad the labels there with `ignore_index`."
     else:
         advice = "A batch (a, b) means inputs a and labels b: for a model with two inputs yield ((a, b), labels). "
         advice += "Leave out labels that do not belong to single outputs."
@@ -165,10 +171,10 @@ def _unless_all(valid: Tensor) -> Tensor | None:
     return None if can_be_asked and valid.numel() and bool(valid.all()) else valid
 
 
-def _attention_mask(kwargs: dict[str, Any]) -> Tensor | None:
+def attention_mask(batch: Batch) -> Tensor | None:
     """The attention mask of the outputs: the decoder's where there is one."""
-    decodes = any(key.startswith("decoder_") for key in kwargs)
-    mask = kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+    decodes = any(key.startswith("decoder_") for key in batch.kwargs)
+    mask = batch.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
     return mask if isinstance(mask, Tensor) else None
 
 

@@ -28,9 +28,9 @@ from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, model_device, read_batch
 from neuromanifold.problem.calls import (
     as_module,
+    call,
     forward_signature,
     only_argument,
-    why_not_callable,
     with_decoder_inputs,
 )
 from neuromanifold.problem.outputs import Outputs, read_outputs
@@ -138,18 +138,12 @@ class Problem:
 
     def evaluate(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
         """Run the model on a batch; with an `estimator` that uses labels, the batch must have some."""
-        where = f"Batch {batch.number} of `data`: "
         if estimator is not None and estimator.needs_labels and batch.labels is None:
             keys = f" under {self.label_key!r} (keys: {', '.join(batch.kwargs)})" if batch.kwargs else ""
             advice = "Yield (inputs, labels), or a dict and its label_key, or choose an estimator without labels."
-            raise ValueError(where + message("labels", f"given for {estimator}", f"none{keys}", advice))
-        try:
-            output = self.model(*batch.args, **batch.kwargs)
-        except TypeError as error:
-            wrong = why_not_callable(self._signature, batch, self.label_key)
-            if not wrong:
-                raise
-            raise TypeError(where + wrong) from error
+            text = message("labels", f"given for {estimator}", f"none{keys}", advice)
+            raise ValueError(f"Batch {batch.number} of `data`: {text}")
+        output = call(self.model, batch, self._signature, self.label_key)
         scalar = self.likelihood is not Categorical
         outputs = read_outputs(output, batch, self.class_dim, self.ignore_index, self.batch_dim, scalar)
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
@@ -177,14 +171,18 @@ class Problem:
 
     @torch.no_grad()
     def inspect(self, batch: Batch, outputs: Outputs) -> None:
-        """Warn of probabilities instead of logits, labels that are no class, and samples that influence each other.
+        """Warn of outputs, labels and masks that look wrong, and of samples that influence each other.
 
         For the first batch of a call, in a session: it takes a forward pass of three samples, and waits for a GPU.
         """
         if not len(outputs.logits):
             return
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
-        notes = suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index)
+        notes = (
+            suspicions.probabilities_note(core),
+            suspicions.labels_note(core, outputs, self.ignore_index),
+            suspicions.mask_note(batch, outputs, self.ignore_index),
+        )
         for note in filter(None, notes):
             warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
         if note := suspicions.mixing_note(self, batch, outputs):

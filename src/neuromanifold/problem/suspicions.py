@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.problem.batches import Batch, cut, sample_dim, tensors_in
+from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
+from neuromanifold.problem.outputs import Outputs, attention_mask
 
 if TYPE_CHECKING:
-    from neuromanifold.problem.outputs import Outputs
     from neuromanifold.problem.problem import Problem
 
 # Differences that rounding may make, relative to the largest ordinary logit, by the least precise dtype involved.
@@ -53,16 +53,32 @@ def probabilities_note(core: Core) -> str:
 
 
 def labels_note(core: Core, outputs: Outputs, ignore_index: int) -> str:
-    """A warning if some labels are no class, else ""."""
-    if not isinstance(core, Categorical) or outputs.labels is None or outputs.labels.ndim == outputs.logits.ndim:
+    """A warning if some labels are no class, or mark single outputs to leave out, else ""."""
+    if outputs.labels is None or outputs.labels.is_floating_point():
         return ""
     labels = outputs.select(outputs.labels, compact=True)
+    if labels.ndim > 1 and bool((labels == ignore_index).any()):
+        text = f"{ignore_index} (ignore_index) is among the targets of several outputs: single outputs cannot be left "
+        return text + "out, and all count."
+    if labels.ndim > 1 or not isinstance(core, Categorical):
+        return ""
     wrong = labels[(labels < 0) | (labels >= core.dim)]
     if not len(wrong):
         return ""
     text = f"`labels` must be between 0 and {core.dim - 1} or {ignore_index} (ignore_index), got {int(wrong[0])} for "
     text += f"{len(wrong)} of {len(labels)} positions, which are counted. If that label marks positions to leave out, "
     return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
+
+
+def mask_note(batch: Batch, outputs: Outputs, ignore_index: int) -> str:
+    """A warning if the attention mask does not fit the logits and no labels say which positions count, else ""."""
+    mask, positions = attention_mask(batch), outputs.logits.shape[:-1]
+    labelled = outputs.labels is not None and outputs.labels.shape == positions
+    if mask is None or labelled or len(positions) < 2 or sorted(mask.shape) == sorted(positions):
+        return ""
+    text = f"`attention_mask` has shape {list(mask.shape)}, but the logits' positions are {list(positions)}: it is not "
+    text += "used, and every position counts, of padding too. Yield labels of the positions' shape, with "
+    return text + f"{ignore_index} (ignore_index) where a position does not count."
 
 
 def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
@@ -76,17 +92,18 @@ def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
 
 @torch.no_grad()
 def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Outputs) -> bool | None:
-    """Whether the logits of the first samples change if they are evaluated alone: one forward pass of 1 or 3 samples.
+    """Whether the logits of the first samples change if they are evaluated alone: one forward pass of 3 samples.
 
     None if that cannot be said: a single sample, inputs that cannot be sliced, a model that fails on fewer samples or
     that does not repeat itself.
     """
-    samples, few = len(outputs.logits), 3 if len(outputs.logits) > 3 else 1  # odd: pairs may depend on each other
+    samples = len(outputs.logits)
+    few = min(3, samples - 1)  # odd where possible: pairs may depend on each other
     inputs = tensors_in((batch.args, batch.kwargs))
     if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
     try:
-        alone = problem.evaluate(cut(batch, samples, slice(few), problem.batch_dim)).logits
+        alone = problem.evaluate(batch.cut(samples, slice(few), problem.batch_dim)).logits
     except Exception:  # whatever a model does with a batch of another size
         return None
     valid = None if outputs.valid is None else outputs.valid[:few]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import message
+from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.problem.outputs import Outputs
 
 Likelihood = Callable[[Tensor], Core]
@@ -137,21 +138,22 @@ def distributions(
         fit = ((targets >= 0) & (targets < classes)).all()  # read later; until then the score must not fail
         targets = targets.clamp(0, classes - 1)
     core = validation.core(rows, outputs.number, fit, searched=searched)
-    check_label_dtype(core, outputs)
+    check_labels(core, outputs, labels)
     return Distributions(core, targets)
 
 
-def check_label_dtype(core: Core, outputs: Outputs) -> None:
-    """Refuse class labels that are floating-point numbers: no `ignore_index` would be found among them."""
-    labels, positions = outputs.labels, outputs.logits.shape[:-1]
-    if (
-        isinstance(core, Categorical)
-        and labels is not None
-        and labels.shape == positions
-        and labels.is_floating_point()
-    ):
-        expected, advice = f"integers of shape {list(positions)}", "Convert them with .long()."
-        got = f"{labels.dtype} of that shape"
+def check_labels(core: Core, outputs: Outputs, wanted: bool) -> None:
+    """Refuse class labels that are no integers, among which no `ignore_index` would be found, and wrong targets."""
+    labels, (*positions, classes) = outputs.labels, outputs.logits.shape
+    if labels is None or labels.ndim > len(positions):
+        return
+    expected = advice = ""
+    if isinstance(core, Categorical) and labels.is_floating_point():
+        expected, advice = f"integers of shape {positions}", "Convert them with .long()."
+    elif isinstance(core, DiagonalCore) and wanted:
+        expected = f"targets of shape {[*positions, classes]}"
+    if expected:
+        got = f"{str(labels.dtype).removeprefix('torch.')} of shape {list(labels.shape)}"
         raise ValueError(f"Batch {outputs.number} of `data`: " + message("labels", expected, got, advice))
 
 
