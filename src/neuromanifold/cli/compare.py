@@ -15,7 +15,6 @@ from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare as compare_entries
 from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.results.naming import components
-from neuromanifold.results.summary import components
 
 HEADER = ("component", "parameters", "RelMAE", "scale", "cosine", "rank corr.", "within 2")
 NOTES = """\

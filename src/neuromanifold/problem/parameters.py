@@ -14,8 +14,9 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
 
 def plain_name(name: str) -> str:
-    """The name without what torch.compile (`_orig_mod.`) and data-parallel wrappers (a leading `module.`) add."""
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    """Return a name without the prefixes of `torch.compile`, FSDP, checkpoint wrappers and (Distributed)DataParallel."""
+    wrappers = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    parts = [part for part in name.split(".") if part not in wrappers]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts)
@@ -52,12 +53,6 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Pa
         raise ValueError(message("parameters", "a selection with trainable parameters", got, advice))
     advice = f"The model's names begin with {', '.join(list(named)[:3])}; patterns match whole names, e.g. '*.weight'."
     raise ValueError(message("parameters", "a selection that matches something", repr(selection), advice))
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes of `torch.compile`, FSDP and (Distributed)DataParallel."""
-    wrappers = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    return ".".join(part for part in name.split(".") if part not in wrappers).removeprefix("module.")
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
