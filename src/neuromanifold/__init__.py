@@ -39,7 +39,7 @@ from neuromanifold.results.drawing import draw_with as _draw_with
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
 from neuromanifold.run.granularity import SlowPathWarning
-from neuromanifold.run.graphs import NotReplayedWarning
+from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.running import RunningFisher
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
@@ -62,7 +62,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "Upper",
     # the network's metric tensor
     "Checkpoint",
-    "NotReplayedWarning",
+    "NotCapturedWarning",
     "RunningFisher",
     "SlowPathWarning",
     "fisher_bounds",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuromanifold.bounds.network import empirical_spectral_error, pair_squares
 from neuromanifold.bounds.norms import Norm, Product, frobenius_norm, spectral_norm
 from neuromanifold.bounds.result import Actual
 from neuromanifold.core import Categorical, Core
-from neuromanifold.operators.operator import Middle, metric_operator
-from neuromanifold.run.step import Settings
+from neuromanifold.operators.operator import FisherOperator, Middle
+from neuromanifold.problem.problem import Problem
 
 _SKETCH, _PROBES, _LANCZOS = 4, 8, 24  # products with random vectors
 _NUMBERS = 2**27  # in blocks of these
@@ -27,28 +25,20 @@ def exact_norms(gram: Tensor, core: Categorical, labels: Tensor | None, seed: in
     return Actual(Norm(float(upper.sum()) ** 0.5), errors, spectral, "exact, from inner products between samples")
 
 
-def estimated_norms(
-    model: nn.Module,
-    data: Iterable[object],
-    parameters: dict[str, nn.Parameter],
-    settings: Settings,
-    rank: int,
-    classes: int,
-    has_labels: bool,
-) -> tuple[Actual, int]:
-    """From products with random vectors, each a pass over the data; and how many there were."""
-    size = sum(parameter.numel() for parameter in parameters.values())
+def estimated_norms(problem: Problem, seed: int, rank: int, classes: int, has_labels: bool) -> tuple[Actual, int]:
+    """Return norms from products with random vectors, each a pass over the data, and how many there were."""
+    size = sum(parameter.numel() for parameter in problem.parameters.values())
     sketch, products = max(1, min(_SKETCH, _NUMBERS // max(1, size))), 0
 
     def product_of(middle: Middle, number: int) -> tuple[Product, torch.Generator, torch.dtype]:
-        operator = metric_operator(model, data, parameters, settings, middle, "sum")
+        operator = FisherOperator(problem, middle, reduction="sum")
 
         def product(v: Tensor) -> Tensor:
             nonlocal products
             products += v.shape[1] if v.ndim > 1 else 1
             return operator.matvec(v)
 
-        return product, torch.Generator(operator.device).manual_seed(settings.seed + number), operator.precision
+        return product, torch.Generator(operator.device).manual_seed(seed + number), operator.precision
 
     def below(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
         del labels

@@ -2,7 +2,7 @@
 
 for batch in data:
     logits = model(batch)                                   one forward pass
-    K = J Jᵀ of every distribution                          C backward passes, in groups of layers (pullback/grams.py)
+    K = J Jᵀ of every distribution                          C backward passes, in groups of layers (grams.py)
     terms = all that follows from K and p                   bounds/network.py
     diagonals += (Jᵀu)², u = √λ_i v_i and p                 C backward passes
 norms of sums over all x                                    from inner products between samples, or by random products
@@ -10,17 +10,16 @@ norms of sums over all x                                    from inner products 
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from neuromanifold.bounds.actual import estimated_norms, exact_norms
-from neuromanifold.bounds.grams import GramPullback
+from neuromanifold.bounds.grams import ClassGradients
 from neuromanifold.bounds.kept_gradients import Chunk, KeptGradients
 from neuromanifold.bounds.network import Terms, network_terms
 from neuromanifold.bounds.result import Actual, Cost, Diagonals, NetworkBounds
@@ -29,26 +28,26 @@ from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
-from neuromanifold.persample.sums import DiagonalSums
-from neuromanifold.problem.batches import Batch, model_device, read_batch
+from neuromanifold.persample.accumulate import DiagonalSums
+from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import cotangents
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.parameters import Selection, select_parameters
-from neuromanifold.problem.progress import tracked
-from neuromanifold.problem.unchanged import unchanged
+from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.results.trace import check_reduction
-from neuromanifold.run.fisher import Likelihood, make_provenance, make_settings
-from neuromanifold.run.loop import Counts, check_data, check_model
-from neuromanifold.run.squares import SampleSquares
-from neuromanifold.run.step import Settings, Step
+from neuromanifold.run.counts import Counts
+from neuromanifold.run.fisher import make_provenance
+from neuromanifold.run.methods import PerSample
+from neuromanifold.run.step import Settings
 
 ActualNorms = Literal["auto", "exact", "estimate", "none"]
 
 
 @torch.inference_mode(mode=False)
 def fisher_bounds(
-    model: nn.Module,
+    model: nn.Module | Callable[..., object],
     data: Iterable[object],
     rank: int = 1,
     likelihood: Likelihood = Categorical,
@@ -62,6 +61,7 @@ def fisher_bounds(
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
+    label_key: str = "labels",
 ) -> NetworkBounds:
     """Lower and upper bounds of F and of their errors beside the actual values: Props. 5, 7 to 10 and Cor. 6.
 
@@ -86,6 +86,7 @@ def fisher_bounds(
         class_dim: which dimension of the logits holds the classes.
         batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples.
         ignore_index: positions with this label do not count.
+        label_key: where a batch that is a dict has its labels.
 
     """
     if likelihood in (Bernoulli, Gaussian):
@@ -97,18 +98,25 @@ def fisher_bounds(
     rank = integer_in_range(rank, "rank", 1, 10**9, "the lower bound has 1 to C - 1 eigenvectors")
     if max_bytes is not None:
         max_bytes = integer_in_range(max_bytes, "max_bytes", 1, 2**60, "memory for gradients")
-    view, chosen = check_reduction(reduction), select_parameters(model, parameters)
-    settings = make_settings(Exact(), likelihood, "sample", seed, class_dim, batch_dim, ignore_index, progress)
-    check_data(data)
-    if actual == "estimate" and isinstance(data, Iterator):
-        advice = "Each product goes through the data again. Pass list(data), or actual='auto'."
-        raise TypeError(message("data", "a list or a DataLoader where actual='estimate'", "a generator", advice))
-    check_model(model)
-    work = _Work(model, chosen, settings, rank, diagonals, actual, max_bytes)
-    work.go_through(data)
-    norms = work.norms(data)
+    view = check_reduction(reduction)
+    problem = Problem.of(
+        model,
+        data,
+        likelihood,
+        parameters,
+        class_dim=class_dim,
+        batch_dim=batch_dim,
+        ignore_index=ignore_index,
+        label_key=label_key,
+    )
+    settings = Settings.of(Exact(), "sample", seed)
+    if actual == "estimate":
+        problem.repeated()  # refuses a generator
+    work = _Work(problem, settings, rank, diagonals, actual, max_bytes)
+    work.run(progress)
+    norms = work.norms()
     made_by = {
-        part: make_provenance(model, data, chosen, dataclasses.replace(settings, estimator=part), work.counts)
+        part: make_provenance(problem, Settings.of(part, "sample", seed), work.counts)
         for part in (Exact(Lower(rank)), Exact(), Exact(Upper()))
     }
     return NetworkBounds(
@@ -124,97 +132,82 @@ def fisher_bounds(
     )._view(view)
 
 
-class _Squares(SampleSquares):
-    """One pullback, for Gram matrices and for squares."""
-
-    def __init__(
-        self, model: nn.Module, parameters: dict[str, nn.Parameter], sums: DiagonalSums, batch_dim: int
-    ) -> None:
-        super().__init__(model, parameters, sums, Exact(), "sample", batch_dim)
-        self.pullback = self._pullback = GramPullback(model, list(parameters.values()), batch_dim)
-
-    def scale_for(self, logits: Tensor, cotangents: Iterator[Tensor]) -> float:
-        """How much larger cotangents should be where float16 is involved: as none of them overflows with."""
-        if not (self._half or logits.dtype == torch.float16):
-            return 1.0
-        return min(self._scale_for(logits, one) for one in cotangents)
-
-
 class _Work:
     """A run, and what it has found."""
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
+        problem: Problem,
         settings: Settings,
         rank: int,
         diagonals: bool,
         actual: ActualNorms,
         max_bytes: int | None,
     ) -> None:
-        self.model, self.parameters, self.settings, self.rank, self.actual = model, parameters, settings, rank, actual
-        self.counts, self.device = Counts(), model_device(model)
+        self.problem, self.settings, self.rank, self.actual, self.max_bytes = problem, settings, rank, actual, max_bytes
+        self.counts = Counts()
         self.terms: list[Terms] = []
         self.classes, self.has_labels = 0, True
         self.costs: dict[str, tuple[int, float]] = {}
         self.kept = KeptGradients(actual in ("auto", "exact"), limited=actual != "exact")
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
-        tensors = list(parameters.values())
+        tensors = list(problem.parameters.values())
         parts = (Exact(Lower(rank)), BelowRank(rank=rank), AboveFull()) if diagonals else ()
         self._sums = {part: DiagonalSums(tensors, fourth_powers=False) for part in parts}
-        sums = next(iter(self._sums.values()), None) or DiagonalSums([], fourth_powers=False)
-        self._step = Step(model, parameters, settings, sums, self.device)
-        self._squares = _Squares(model, parameters, sums, settings.batch_dim)
-        self._step.squares = self._squares
-        self.pullback, self.max_bytes = self._squares.pullback, max_bytes
-        self.pullback.budget = max_bytes
+        self._method, self._validation = (
+            PerSample(problem, settings.estimator, settings.granularity),
+            problem.validation(),
+        )
+        self._generator = torch.Generator(problem.device)
+        self._passes, self._vectorizes = 0, True  # of Gram matrices and norms
 
-    def go_through(self, data: Iterable[object]) -> None:
-        """Once."""
-        current = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with current, unchanged(self.model), self._squares.attached():
-            for number, item in enumerate(tracked(data, self.settings.progress, "Fisher bounds")):
-                self._take(read_batch(item, number).to(self.device), number)
-                self.counts.batches, self.counts.next = number + 1, number + 1
-                self.pullback.budget = self.max_bytes
-        self._step.validation.finish()
-        self.counts.ways = self._squares.ways()
+    def run(self, progress: bool) -> None:
+        """Go through the data once."""
+        with self.problem.session(), self._method.attached():
+            for batch in self.problem.batches(progress=progress, description="Fisher bounds"):
+                self._take(batch)
+                self.counts.batches = self.counts.next = batch.number + 1
+        self._validation.flush()
+        self.counts.methods, self.counts.verified = self._method.methods(), self._method.verified
         self.counts.passes = sum(passes for passes, _ in self.costs.values())
         if not self.counts.samples:
             advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
             got = f"{self.counts.batches} batches"
             raise ValueError(message("data", "an iterable with at least one sample", got, advice))
 
-    def _take(self, batch: Batch, number: int) -> None:
+    def _take(self, batch: Batch) -> None:
         """One batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
-        outputs = self._step.forward(batch, number)
-        logits, budget = outputs.logits.detach(), self.pullback.ordinary if self.max_bytes is None else self.max_bytes
-        samples = max(1, len(logits) * budget // max(1, logits.shape[-1] * self.pullback.outputs))
-        if samples < len(logits) and self.settings.batch_dim == 0:
-            del outputs
-            self.pullback.release()
-            with self.pullback.untapped():
-                parts = split(self._step.outputs, batch, logits, samples, list(self.parameters.values()))
-            if parts:
-                self.pullback.budget = budget
+        outputs, budget = self._method.forward(batch), self.max_bytes
+        if not batch.number:
+            self.problem.inspect(batch, outputs)
+        logits, gradients = outputs.logits.detach(), self._class_gradients()
+        room = gradients.ordinary if budget is None else budget
+        samples = max(1, len(logits) * room // max(1, logits.shape[-1] * gradients.outputs))
+        if samples < len(logits) and self.problem.batch_dim == 0:
+            del outputs, gradients
+            self._method.end_batch()
+            if parts := split(self.problem, batch, logits, samples):
                 for part in parts:
-                    self._add(self._step.forward(part, number), number)
+                    self._add(self._method.forward(part), room)
                 return
-            outputs = self._step.forward(batch, number)
-        self._add(outputs, number)
+            outputs = self._method.forward(batch)
+        self._add(outputs, budget)
 
-    def _add(self, outputs: Outputs, number: int) -> None:
+    def _class_gradients(self) -> ClassGradients:
+        assert self._method.backward is not None
+        return ClassGradients(self._method.backward, self._vectorizes)
+
+    def _add(self, outputs: Outputs, budget: int | None) -> None:
         """One batch, or a part of one."""
         self.counts.samples += int(outputs.samples)
         self.counts.positions += int(outputs.positions)
         self.counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
         if not len(outputs.logits):
             return
-        core, labels = self._core(outputs, number)
+        core, labels = self._core(outputs)
         with self._timed("Gram matrices"):
-            K = self._grams(outputs)
+            K = self._grams(outputs, budget)
         with self._timed("terms"):
             self.terms.append(network_terms(K, core, labels))
         self._logits.append(core.logits)
@@ -222,19 +215,16 @@ class _Work:
             self._labels.append(labels)
         for part, sums in self._sums.items():
             with self._timed("diagonals"):
-                self._squares.sums = sums
-                columns = cotangents(outputs, part, self._step.generator, self._step.validation)
-                self._squares.add_all(outputs, columns)
-                self.pullback.flush(sums)
+                columns = cotangents(outputs, part, self._generator, self._validation)
+                self._method.add(outputs, columns, sums)
                 sums.end_batch()
-                sums.settle()
-        self.pullback.release()
+                sums.synchronize()
+        self._method.end_batch()
 
-    def _core(self, outputs: Outputs, number: int) -> tuple[Categorical, Tensor | None]:
+    def _core(self, outputs: Outputs) -> tuple[Categorical, Tensor | None]:
         """The distributions that count, in float64, and their labels."""
-        logits, valid = outputs.logits.detach(), outputs.valid
-        rows = logits.reshape(-1, logits.shape[-1]) if valid is None else logits[valid]
-        core, where = self._step.validation.core(rows, number), f"Batch {number} of `data`: "
+        where = f"Batch {outputs.number} of `data`: "
+        core, labels = self.problem.distributions(outputs, self._validation, compact=True)
         if not isinstance(core, Categorical):
             _refuse(type(core).__name__)
         if self.classes and core.dim != self.classes:
@@ -242,23 +232,18 @@ class _Work:
         self.classes = core.dim
         why = f"1 to C - 1 for the {core.dim} classes of this model"
         integer_in_range(self.rank, "rank", 1, core.dim - 1, why)
-        labels = outputs.labels
-        if labels is not None and not outputs.labels_fit:
-            expected = f"of shape {list(logits.shape[:-1])}, a class for each distribution"
-            raise ValueError(where + message("labels", expected, f"shape {list(labels.shape)}"))
-        if labels is None or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        if labels is None or labels.is_floating_point() or labels.ndim > 1:
             self.has_labels, labels = False, None
-        else:
-            labels = (labels.flatten() if valid is None else labels[valid]).cpu()
         try:
             precise = Categorical(core.logits.double().cpu())
             if labels is not None:
+                labels = labels.cpu()
                 precise.score(labels)
         except ValueError as error:
             raise ValueError(where + str(error).replace("`y`", "`labels`")) from error
         return precise, labels
 
-    def _grams(self, outputs: Outputs) -> Tensor:
+    def _grams(self, outputs: Outputs, budget: int | None) -> Tensor:
         """K of the distributions that count, [rows, C, C] in float64 on the CPU."""
         logits, valid = outputs.logits, outputs.valid
         places = logits.shape[1:-1].numel()
@@ -267,30 +252,31 @@ class _Work:
         numbers = (counts.flatten().cumsum(0) - 1).view_as(counts) + sum(map(len, self._logits))
         K = torch.zeros(len(logits), places, logits.shape[-1], logits.shape[-1], dtype=torch.float64)
         for t in counts.any(0).nonzero().flatten().tolist():
-            K[:, t] = self._grams_at(logits, t, counts[:, t].nonzero().flatten(), numbers[:, t])
+            K[:, t] = self._grams_at(logits, t, counts[:, t].nonzero().flatten(), numbers[:, t], budget)
         return K[counts]
 
-    def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor) -> Tensor:
+    def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None) -> Tensor:
         """K at one position of every sample."""
-        pullback, rest = self.pullback, self.pullback.rest()
-        places = logits.shape[1:-1].numel()
+        gradients, backward, places = self._class_gradients(), self._method.backward, logits.shape[1:-1].numel()
+        assert backward is not None
 
         def cotangent(c: int) -> Tensor:
             one = torch.zeros(len(logits), places, logits.shape[-1], dtype=logits.dtype, device=logits.device)
             one[:, t, c] = 1
             return one.view(logits.shape)
 
-        scale = self._squares.scale_for(logits, map(cotangent, range(logits.shape[-1])))
+        scale = min(self._method.scale_of(logits, cotangent(c), backward) for c in range(logits.shape[-1]))
         K = torch.zeros(len(logits), logits.shape[-1], logits.shape[-1], dtype=torch.float64)
         chunk = Chunk(numbers[index], {}, scale)
-        for i, stack in pullback.stacks(logits, cotangent, scale):
+        for i, stack in gradients.stacks(logits, cotangent, scale, budget):
             K += stack.inner().cpu()
             self.kept.add(i, stack, index, chunk)
-        for n in index.tolist() if rest else ():
-            for i, flat in pullback.rest_stack(logits, cotangent, n, rest, scale).items():
+        for n in index.tolist() if backward.uses.remaining else ():
+            for i, flat in gradients.remaining_stacks(logits, cotangent, n, backward.uses.remaining, scale).items():
                 K[n] += flat.inner()[0].cpu()
                 self.kept.add(i, flat, torch.tensor([0]), chunk)
         self.kept.end_chunk(chunk, logits.shape[-1])
+        self._passes, self._vectorizes = self._passes + gradients.passes, gradients.vectorizes
         return K / scale**2
 
     def diagonals(self, made_by: dict[Exact, Provenance]) -> Diagonals:
@@ -299,12 +285,12 @@ class _Work:
         for sums, provenance in zip(self._sums.values(), made_by.values(), strict=True):
             squares = sums.squares
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
-            noise = dict(zip(self.parameters, sums.noise(), strict=True))
-            entries = dict(zip(self.parameters, total, strict=True))
+            noise = dict(zip(self.problem.parameters, sums.noise(), strict=True))
+            entries = dict(zip(self.problem.parameters, total, strict=True))
             found.append(DiagonalFisher(entries, noise, self.counts.samples, self.counts.positions, provenance))
         return Diagonals(*found)
 
-    def norms(self, data: Iterable[object]) -> Actual:
+    def norms(self) -> Actual:
         """Norms of sums over all x."""
         if self.actual == "none":
             return Actual(how="not computed (actual='none')")
@@ -313,29 +299,29 @@ class _Work:
             if self.kept.keeps:
                 core = Categorical(torch.cat(self._logits))
                 return exact_norms(self.kept.gram(self.classes), core, labels, self.settings.seed)
-            if isinstance(data, Iterator):
+            if isinstance(self.problem.data, Iterator):
                 why = "not computed: too many samples for exact ones, and a generator cannot be gone through again"
                 return Actual(how=why)
             try:
                 found, products = estimated_norms(
-                    self.model, data, self.parameters, self.settings, self.rank, self.classes, self.has_labels
+                    self.problem, self.settings.seed, self.rank, self.classes, self.has_labels
                 )
             except (ValueError, RuntimeError) as error:  # operations that have no forward mode, for instance
                 if self.actual == "auto":
                     return Actual(how=f"not computed: {error}")
                 raise
-            self._squares.passes += products * self.counts.batches
+            self._passes += products * self.counts.batches
             return found
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         passes, seconds = self.costs.get(part, (0, 0.0))
-        before = self._squares.passes + self.pullback.passes
+        before = self._method.passes + self._passes
         start = time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        done = self._squares.passes + self.pullback.passes - before
+        if self.problem.device.type == "cuda":
+            torch.cuda.synchronize(self.problem.device)
+        done = self._method.passes + self._passes - before
         self.costs[part] = (passes + done, seconds + time.perf_counter() - start)
 
 

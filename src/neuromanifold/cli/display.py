@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from neuromanifold.problem.progress import Observer, Seen
+from neuromanifold.problem.progress import Observer, RunProgress
 
 COLUMNS: tuple[str | ProgressColumn, ...] = (
     TextColumn("{task.description}"),
@@ -39,16 +39,16 @@ def live(total: int | None, wanted: bool) -> Iterator[Observer | None]:
     with Progress(*COLUMNS, console=console, transient=True) as progress:
         of = "?" if total is None else str(total)
         task = progress.add_task("Fisher information", total=total, of=of, rate="", error="")
-        first: list[tuple[float, Seen]] = []
+        first: list[tuple[float, RunProgress]] = []
 
-        def observe(seen: Seen) -> None:
+        def observe(seen: RunProgress) -> None:
             rate, error = texts(seen, time.monotonic(), first)
             progress.update(task, completed=seen.place, rate=rate, error=error)
 
         yield observe
 
 
-def texts(seen: Seen, now: float, first: list[tuple[float, Seen]]) -> tuple[str, str]:
+def texts(seen: RunProgress, now: float, first: list[tuple[float, RunProgress]]) -> tuple[str, str]:
     """Samples per second since the first look (not counting what a checkpoint had), and the relative error."""
     if not first:
         first.append((now, seen))

@@ -17,7 +17,7 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
-from neuromanifold.run.fisher import Likelihood
+from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.granularity import Granularity
 
 ESTIMATORS = (Hutchinson, Exact, MonteCarlo, Empirical, SquaredBatchGradient)

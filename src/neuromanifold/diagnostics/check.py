@@ -24,9 +24,9 @@ from neuromanifold.estimators import Estimator
 from neuromanifold.problem.batches import model_device, read_batch
 from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.problem.unchanged import unchanged
-from neuromanifold.run.fisher import Likelihood
+from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.granularity import choose_granularity
-from neuromanifold.run.loop import check_data
+from neuromanifold.problem.problem import _check_data as check_data
 
 
 def check(

@@ -31,7 +31,8 @@ from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.unchanged import unchanged
 from neuromanifold.problem.validation import LateValidation
 from neuromanifold.results import DiagonalFisher
-from neuromanifold.run.fisher import Likelihood, fisher_diagonal
+from neuromanifold.problem.validation import Likelihood
+from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 
 PASSES = 1000  # the exact diagonal may take so many backward passes

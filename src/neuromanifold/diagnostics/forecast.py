@@ -31,9 +31,10 @@ from neuromanifold.problem.parameters import Selection
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
-from neuromanifold.run.fisher import Likelihood, fisher_diagonal
+from neuromanifold.problem.validation import Likelihood
+from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
-from neuromanifold.run.loop import check_data
+from neuromanifold.problem.problem import _check_data as check_data
 
 _LONG = 20.0  # seconds after which no further batch is tried
 _ROOM = 0.8  # of the free memory: later batches may be longer
@@ -132,7 +133,7 @@ def forecast(
                 class_dim=class_dim,
                 batch_dim=batch_dim,
                 ignore_index=ignore_index,
-                replay=replay,
+                cuda_graphs=replay,
             )
 
     result = run(clock.timed(islice(data, batches)))

@@ -17,7 +17,7 @@ from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
-from neuromanifold.run.fisher import Likelihood
+from neuromanifold.problem.validation import Likelihood
 
 DTYPES = {
     "float32": torch.float32,

@@ -14,12 +14,14 @@ from neuromanifold.core.checks import integer_in_range, message, promoted
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.operators.factors_result import FisherFactors
 from neuromanifold.operators.layout import Layout
-from neuromanifold.persample.rows import GradientRows
-from neuromanifold.problem.batches import model_device
-from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.persample.accumulate import GradientRows
+from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.trace import check_reduction
-from neuromanifold.run.fisher import Likelihood, make_provenance, make_settings
-from neuromanifold.run.loop import run
+from neuromanifold.run.fisher import make_provenance
+from neuromanifold.run.loop import LoopOptions, run
+from neuromanifold.run.step import Settings
 
 GIB = 2**30
 
@@ -41,42 +43,56 @@ def fisher_factors(
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
+    label_key: str = "labels",
 ) -> FisherFactors:
-    """The stack G of the gradients g of probes, with E[GᵀG] = F: a low-rank estimate of the whole matrix.
+    """Return the stack G of the gradients g of probes, with E[GᵀG] = F: a low-rank estimate of the whole matrix.
+
+    Arguments as in `fisher_diagonal`, and:
 
     Args:
-        model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
+        model: nothing of it is changed.
         data: an iterable of batches.
         estimator: whose gradients; `nm.Hutchinson()` unless given.
         granularity: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
             one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
         likelihood: what the outputs mean.
-        parameters: which; all that are trainable unless given.
+        parameters: which.
         reduction: "mean" (per sample) or "sum" (over samples): only a view.
         dtype: of the rows that are kept: float32, float64, bfloat16 or float16.
         device: where they are kept; the model's unless given.
         max_bytes: refuse to keep more than that, as soon as it can be told.
-        seed: of the probes' noise.
+        seed: random seed of the probes.
         progress: show a progress bar on standard error.
         class_dim: which dimension of the logits holds the classes.
         batch_dim: which dimension of inputs and of logits holds the samples.
         ignore_index: positions with this label do not count, nor samples without any other.
+        label_key: where a batch that is a dict has its labels.
 
     """
     estimator = Hutchinson() if estimator is None else estimator
     if granularity not in ("batch", "sample"):
         raise ValueError(message("granularity", "'batch' or 'sample'", repr(granularity)))
-    chosen = select_parameters(model, parameters)
-    settings = make_settings(estimator, likelihood, granularity, seed, class_dim, batch_dim, ignore_index, progress)
-    view = check_reduction(reduction)
-    layout = Layout.of(chosen)
-    device = model_device(model) if device is None else device
+    problem = Problem.of(
+        model,
+        data,
+        likelihood,
+        parameters,
+        class_dim=class_dim,
+        batch_dim=batch_dim,
+        ignore_index=ignore_index,
+        label_key=label_key,
+    )
+    settings, view, layout = (
+        Settings.of(estimator, granularity, seed),
+        check_reduction(reduction),
+        Layout.of(problem.parameters),
+    )
+    device = problem.device if device is None else device
     stack = _Stack(layout.size, _check_dtype(dtype), device, data, max_bytes)
-    rows = GradientRows(list(chosen.values()), promoted(dtype), stack.take, stack.reserve)
-    rows.after_batch = stack.after_batch
-    counts = run(model, data, chosen, settings, rows)
-    provenance = make_provenance(model, data, chosen, settings, counts)
-    return FisherFactors(stack.whole(), layout, counts.samples, provenance, view)
+    tensors = list(problem.parameters.values())
+    rows = GradientRows(tensors, promoted(dtype), stack.take, stack.reserve, stack.after_batch)
+    counts = run(problem, settings, rows, LoopOptions(progress))
+    return FisherFactors(stack.whole(), layout, counts.samples, make_provenance(problem, settings, counts), view)
 
 
 class _Stack:

@@ -4,7 +4,7 @@ dual parameters (θ, v) ─► logits (z, Jv) ─► u = M Jv ─► Jᵀu throu
 
 Where an operation has no forward mode, J v comes from differentiating w ↦ Jᵀw, which is linear in w, once more (double
 backward).  Fused attention and fused recurrent layers have neither, so their plain forms are used then.  Which of these
-ways works is found out on the first batch, and each is held against ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ for random u and v: a way that
+methods works is found out on the first batch, and each is held against ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ for random u and v: a method that
 misses a use of some parameter does not pass.  The same is looked at with the u and v of all batches, at no cost, since
 later ones may do what the first did not.
 """
@@ -24,15 +24,16 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuromanifold.core.checks import message
-from neuromanifold.persample.batch import BatchPullback, involves_half, largest_scale
+from neuromanifold.persample.batch import BatchBackward
+from neuromanifold.persample.scaling import involves_half, largest_scale
 
 T = TypeVar("T")
 
-WAYS = ("forward mode", "forward mode, plain kernels", "double backward", "double backward, plain kernels")
+METHODS = ("forward mode", "forward mode, plain kernels", "double backward", "double backward, plain kernels")
 _LARGEST = {False: 0.02, True: 0.3}  # relative discrepancy, in half precision; float32 may be TF32, float64 float32
 _AT_ONCE = {True: 2**20, False: 2**25}  # numbers of a block of vectors, on a CPU; on a GPU
 _MOST = 8  # vectors at once: activations are as many times larger
-_TRIALS = {False: 2, True: 8}  # of a way, in half precision, where a single one could be right by chance
+_TRIALS = {False: 2, True: 8}  # of a method, in half precision, where a single one could be right by chance
 
 
 class _Whole(nn.Module):
@@ -58,7 +59,7 @@ class JacobianProducts(Generic[T]):
     ) -> None:
         self.model, self.names, self.parameters = model, list(parameters), list(parameters.values())
         self.logits_of = logits_of
-        self.way = ""
+        self.method = ""
         """How J v is found; empty before the first batch."""
 
         self.several = True
@@ -67,32 +68,32 @@ class JacobianProducts(Generic[T]):
         self._compared = False  # blocks with single vectors
         self._found = 0.0  # the relative discrepancy on the first batch
         self._half = self._half_logits = False  # whether float16 is involved
-        self._pullback = BatchPullback(self.parameters)
+        self._backward = BatchBackward(self.parameters)
         self._whole = _Whole(model)
         self._whole.training = False
 
     def choose(self, evaluate: Callable[[], T], seed: int = 0) -> None:
-        """Find the first way that works on a batch (which must not be empty)."""
+        """Find the first method that works on a batch (which must not be empty)."""
         self._look_for_half()
         generator = torch.Generator(self.parameters[0].device).manual_seed(seed)
         _load_forward_mode()
         found: dict[str, float] = {}
         first: Exception | None = None
-        for way in WAYS:
+        for method in METHODS:
             try:
-                trials = [self._discrepancy(evaluate, way, generator) for _ in range(_TRIALS[self._eps() > 1e-4])]
-                found[way] = math.hypot(*trials) / math.sqrt(len(trials))
+                trials = [self._discrepancy(evaluate, method, generator) for _ in range(_TRIALS[self._eps() > 1e-4])]
+                found[method] = math.hypot(*trials) / math.sqrt(len(trials))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever an operation without derivatives throws
                 first = first or error
                 continue
-            if found[way] <= self._rounding():
+            if found[method] <= self._rounding():
                 break
         best = min(found.values(), default=math.inf)
         if best <= self._largest():
-            self.way = next(way for way in found if found[way] <= max(10 * best, self._rounding()))
-            self._found = found[self.way]
+            self.method = next(method for method in found if found[method] <= max(10 * best, self._rounding()))
+            self._found = found[self.method]
             return
         advice = (
             "Leave out with `parameters` what its operations cannot be differentiated in, or take nm.fisher_factors."
@@ -111,7 +112,7 @@ class JacobianProducts(Generic[T]):
         self._look_for_half()
         count = len(vectors[0])
         step = max(1, min(_MOST, _AT_ONCE[self.parameters[0].device.type == "cpu"] // self._size))
-        if not self.way.startswith("forward mode") or self._half:
+        if not self.method.startswith("forward mode") or self._half:
             step = 1
         for start in range(0, count, step):
             group = [v[start : start + step] for v in vectors]
@@ -123,7 +124,7 @@ class JacobianProducts(Generic[T]):
                     continue
             for i in range(len(group[0])):
                 watched = _Watched(middle)
-                one = self._one(evaluate, self.way, [v[i] for v in group], watched)
+                one = self._one(evaluate, self.method, [v[i] for v in group], watched)
                 yield slice(start + i, start + i + 1), [None if g is None else g[None] for g in one], watched.sizes()
 
     def compare(self, vectors: Tensor, products: Tensor, sizes: Tensor) -> None:
@@ -136,21 +137,21 @@ class JacobianProducts(Generic[T]):
         tolerance = min(self._largest(), 1e3 * max(self._found, self._eps(), 1e-9))
         allowed = (tolerance * (sizes[:, 1] + rounding / 2)).clamp(min=1e-30)  # below, products underflow
         if bool(((sizes[:, 0] - found).abs() > allowed).any()):
-            got = f"others in some batch by {self.way}, which the first batch was right by"
-            advice = "Put a batch that shows it first (one with padding, say): the way is chosen by it."
+            got = f"others in some batch by {self.method}, which the first batch was right by"
+            advice = "Put a batch that shows it first (one with padding, say): the method is chosen by it."
             raise ValueError(message("model", "one with the same derivatives in both modes", got, advice))
 
     def _look_for_half(self) -> None:
         """Each time: autocast may have been switched on or off since, and logits have been seen."""
         half = self._half_logits or involves_half(self.model.parameters(), self.parameters[0].device)
         if half != self._half:
-            self._half, self._pullback = half, BatchPullback(self.parameters, half)
+            self._half, self._backward = half, BatchBackward(self.parameters, half)
 
     @property
     def _size(self) -> int:
         return max(1, sum(parameter.numel() for parameter in self.parameters))
 
-    def _discrepancy(self, evaluate: Callable[[], T], way: str, generator: torch.Generator) -> float:
+    def _discrepancy(self, evaluate: Callable[[], T], method: str, generator: torch.Generator) -> float:
         """⟨Jv, u⟩ - ⟨v, Jᵀu⟩ for random u and v, relative to how large these are as a rule."""
         v = [_normal(parameter, generator) for parameter in self.parameters]
         seen: list[Tensor] = []
@@ -160,7 +161,7 @@ class JacobianProducts(Generic[T]):
             seen[:] = [tangent, u]
             return u
 
-        gradients = self._one(evaluate, way, v, random)
+        gradients = self._one(evaluate, method, v, random)
         tangent, u = (value.double() for value in seen)
         pairs = zip(gradients, v, strict=True)
         found = sum(float((g.double() * one.double()).sum()) for g, one in pairs if g is not None)
@@ -168,11 +169,11 @@ class JacobianProducts(Generic[T]):
         return abs(difference) / size if size else float(difference != 0)
 
     def _rounding(self) -> float:
-        """What rounding does to it, in the lowest precision that is used: nothing to look for a better way for."""
+        """What rounding does to it, in the lowest precision that is used: nothing to look for a better method for."""
         return (16 if self._eps() > 1e-4 else 1e3) * self._eps()
 
     def _largest(self) -> float:
-        """What is still rounding, if no way does better."""
+        """What is still rounding, if no method does better."""
         return _LARGEST[self._eps() > 1e-4]
 
     def _eps(self) -> float:
@@ -192,7 +193,7 @@ class JacobianProducts(Generic[T]):
         if self._compared:
             return True
         self._compared = True
-        alone = self._one(evaluate, self.way, [v[0] for v in group], middle)
+        alone = self._one(evaluate, self.method, [v[0] for v in group], middle)
         sizes, differences = [0.0], [0.0]
         for x, y, parameter in zip(together, alone, self.parameters, strict=True):
             expected = torch.zeros_like(parameter) if y is None else y
@@ -202,26 +203,26 @@ class JacobianProducts(Generic[T]):
         return self.several
 
     def _one(
-        self, evaluate: Callable[[], T], way: str, v: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
+        self, evaluate: Callable[[], T], method: str, v: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
     ) -> list[Tensor | None]:
         """One vector, in one forward pass."""
-        with _plain_kernels(self.model, "plain" in way):
+        with _plain_kernels(self.model, "plain" in method):
             if not self._half:
-                return self._run(evaluate, way, v, middle, 1.0)
+                return self._run(evaluate, method, v, middle, 1.0)
             largest = math.hypot(*(float(one.abs().amax()) for one in v if one.numel()))
             if not math.isfinite(largest):
                 raise ValueError(message("v", "finite", "NaN or infinity"))
             scale = 2.0 ** -math.ceil(math.log2(largest)) if largest else 1.0
             while True:
                 try:
-                    return self._run(evaluate, way, v, middle, scale)
+                    return self._run(evaluate, method, v, middle, scale)
                 except _OverflowError:
                     scale /= 16
 
     def _run(
         self,
         evaluate: Callable[[], T],
-        way: str,
+        method: str,
         v: Sequence[Tensor],
         middle: Callable[[T, Tensor], Tensor],
         scale: float,
@@ -236,12 +237,12 @@ class JacobianProducts(Generic[T]):
             u = middle(outputs, tangent / scale)
             self._half_logits = logits.dtype == torch.float16
             if not (self._half or self._half_logits):
-                return self._pullback(logits, u, keep_graph=False)[0]
+                return self._backward(logits, u, keep_graph=False)[0]
             size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
-            gradients, larger = self._pullback(logits, u * size, keep_graph=False)
+            gradients, larger = self._backward(logits, u * size, keep_graph=False)
             return [None if g is None else g.float() / larger / size for g in gradients]
 
-        if way.startswith("double"):
+        if method.startswith("double"):
             outputs = evaluate()
             return pull(outputs, self.logits_of(outputs), self._twice(self.logits_of(outputs), tangents))
 
@@ -283,7 +284,11 @@ class JacobianProducts(Generic[T]):
             return jvp(logits, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
 
         try:
-            with warnings.catch_warnings(), _plain_kernels(self.model, "plain" in self.way), _padding_fixed(self.model):
+            with (
+                warnings.catch_warnings(),
+                _plain_kernels(self.model, "plain" in self.method),
+                _padding_fixed(self.model),
+            ):
                 warnings.simplefilter("ignore")  # of operations that are looped over instead
                 with torch.no_grad():
                     tangents = torch.vmap(push, randomness="same")(dict(zip(primals, stacked, strict=True)))

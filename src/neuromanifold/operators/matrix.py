@@ -14,12 +14,14 @@ from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.operators.layout import Layout
 from neuromanifold.operators.matrix_result import FisherMatrix
-from neuromanifold.persample.rows import GradientRows
-from neuromanifold.problem.batches import model_device
-from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.persample.accumulate import GradientRows
+from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.trace import check_reduction
-from neuromanifold.run.fisher import Likelihood, make_provenance, make_settings
-from neuromanifold.run.loop import run
+from neuromanifold.run.fisher import make_provenance
+from neuromanifold.run.loop import LoopOptions, run
+from neuromanifold.run.step import Settings
 
 
 @torch.inference_mode(mode=False)
@@ -38,6 +40,7 @@ def fisher_matrix(
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
+    label_key: str = "labels",
 ) -> FisherMatrix:
     """F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
 
@@ -53,26 +56,36 @@ def fisher_matrix(
         reduction: "mean" (per sample) or "sum" (over samples): only a view.
         dtype: float32 or float64; that of the parameters unless given.
         max_bytes: refuse if the matrix takes more than that.
-        seed: of random probes, if the estimator has any.
+        seed: random seed of probes, if the estimator has any.
         progress: show a progress bar on standard error.
         class_dim: which dimension of the logits holds the classes.
         batch_dim: which dimension of inputs and of logits holds the samples.
         ignore_index: positions with this label do not count, nor samples without any other.
+        label_key: where a batch that is a dict has its labels.
 
     """
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
         raise ValueError(message("blocks", "None (all of F) or 'layer'", repr(blocks)))
-    chosen = select_parameters(model, parameters)
-    settings = make_settings(estimator, likelihood, "sample", seed, class_dim, batch_dim, ignore_index, progress)
-    view, layout = check_reduction(reduction), Layout.of(chosen)
+    problem = Problem.of(
+        model,
+        data,
+        likelihood,
+        parameters,
+        class_dim=class_dim,
+        batch_dim=batch_dim,
+        ignore_index=ignore_index,
+        label_key=label_key,
+    )
+    settings, view = Settings.of(estimator, "sample", seed), check_reduction(reduction)
+    chosen, layout = problem.parameters, Layout.of(problem.parameters)
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())
     dtype = (torch.float64 if exact else torch.float32) if dtype is None else dtype
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(message("dtype", "torch.float32 or torch.float64", repr(dtype)))
     places = _places(layout, blocks)
     _check_size(places, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
-    device = model_device(model)
+    device = problem.device
     sums = {name: _zeros(place.stop - place.start, dtype, device) for name, place in places.items()}
 
     def take(rows: Tensor) -> None:
@@ -84,8 +97,9 @@ def fisher_matrix(
             got = f"{needed / GIB:.3g} GiB for the gradients of a batch of {count} samples"
             raise ValueError(message("max_bytes", "enough for F", got, "Use smaller batches, or fewer `parameters`."))
 
-    counts = run(model, data, chosen, settings, GradientRows(list(chosen.values()), dtype, take, reserve))
-    return FisherMatrix(sums, layout, counts.samples, make_provenance(model, data, chosen, settings, counts), view)
+    rows = GradientRows(list(chosen.values()), dtype, take, reserve)
+    counts = run(problem, settings, rows, LoopOptions(progress))
+    return FisherMatrix(sums, layout, counts.samples, make_provenance(problem, settings, counts), view)
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

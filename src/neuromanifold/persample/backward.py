@@ -6,14 +6,16 @@ autograd ─► gradients at captured calls and at broadcast sites ─► forms 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.accumulate import Pass
 from neuromanifold.persample.gradients import Form, add
-from neuromanifold.persample.graph import Layout
+from neuromanifold.persample.graph import BroadcastSite, Layout
 from neuromanifold.persample.hooks import Capture, Hooks
 from neuromanifold.persample.plan import Plan, Use, Uses
 
@@ -46,7 +48,7 @@ class PerSampleBackward:
         self, hooks: Hooks, parameters: list[nn.Parameter], uses: Uses, plan: Plan, late: Tensor | None = None
     ) -> None:
         """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros."""
-        self._hooks, self._parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
+        self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
         self._edges = uses.edges(plan)
         self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
 
@@ -72,51 +74,62 @@ class PerSampleBackward:
                 if not keep_graph:
                     capture.x = _NOTHING  # as autograd lets go of what it has used
 
-        remaining = self.uses.remaining
-        targets: list[Any] = [
-            self._hooks.root, *(edge for _, _, edge in self._edges), *(self._parameters[i] for i in remaining)
-        ]
         self._waiting = {}
         with self._hooks.consumed_by(consume):
             _, *found = torch.autograd.grad(
-                logits, targets, cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
+                logits, self._targets(), cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
             )
-        self._finish(found[: len(self._edges)], to, made_by, observer)
-        gradients: list[Tensor | None] = [None] * len(self._parameters)
-        for i, g in zip(remaining, found[len(self._edges) :], strict=True):
+        self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
+        gradients: list[Tensor | None] = [None] * len(self.parameters)
+        for i, g in zip(self.uses.remaining, found[len(self._edges) :], strict=True):
             gradients[i] = dense(g)
         return gradients
 
     def how_many_at_once(self, logits: Tensor, count: int) -> int:
         """Return how many of `count` cotangents to send back in one pass: one, unless all uses are captured calls."""
-        if count < 2 or self._edges or self.uses.remaining:
+        if count < 2 or self._edges:
             return 1
         size = sum(capture.shape.numel() for capture in self.uses.by_capture) + logits.numel()
         return max(1, min(count, _AT_ONCE[logits.device.type == "cpu"] // max(1, size)))
 
-    def together(self, logits: Tensor, cotangents: Tensor, to: TakesForms, made_by: list[Pass]) -> bool:
-        """Send cotangents [k, *logits] back in one pass; False if an operation of the model cannot be vectorised."""
-        captures = list(self.uses.by_capture)
-        nodes = [torch.autograd.graph.GradientEdge(capture.node, 0) for capture in captures]
-        found = vectorized_gradients(logits, nodes, cotangents)
+    def to_uses(
+        self,
+        logits: Tensor,
+        cotangents: Sequence[Tensor],
+        to: Sequence[TakesForms],
+        made_by: Sequence[Pass],
+        wanted: Set[int] | None = None,
+    ) -> bool:
+        """Send cotangents back together, only as far as the uses of the wanted parameters; the graph is kept.
+
+        Gradients of the remaining parameters are not computed.  Returns False, having done nothing, if several
+        cotangents are given and an operation of the model cannot be vectorised.
+        """
+        uses = [use for use in self.uses.found if wanted is None or not wanted.isdisjoint(use.parameters.values())]
+        calls = [use for use in uses if use.capture is not None and not self.plan.layouts[use.key].shared]
+        edges = [edge for edge in self._edges if edge[0] in uses]
+        targets = [GradientEdge(use.capture.node, 0) for use in calls if use.capture is not None]
+        targets += [edge for _, _, edge in edges]
+        if not targets:
+            return True
+        found = _several_gradients(logits, targets, cotangents)
         self._hooks.restore()  # activation checkpoints call modules again
         if found is None:
             return False
-        for k, one in enumerate(made_by):
+        for gradients, sink, one in zip(found, to, made_by, strict=True):
             self._waiting = {}
             with torch.no_grad():
-                for capture, g in zip(captures, found, strict=True):
+                for use, g in zip(calls, gradients, strict=False):
                     if g is not None:
-                        use = self.uses.by_capture[capture]
-                        self._take(use, g[k], self.plan.layouts[use.key], to, one, None)
-            self._finish([], to, one, None)
+                        self._take(use, g, self.plan.layouts[use.key], sink, one, None)
+            self._finish(edges, gradients[len(calls) :], sink, one, None)
         return True
 
     def remaining_gradients(self, logits: Tensor, cotangent: Tensor, numbers: list[int]) -> list[Tensor | None]:
         """Return autograd's gradients of some of the parameters; the graph is kept."""
-        targets = [self._parameters[i] for i in numbers]
+        targets = [self.parameters[i] for i in numbers]
         found = torch.autograd.grad(logits, targets, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True)
-        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        gradients: list[Tensor | None] = [None] * len(self.parameters)
         for i, g in zip(numbers, found, strict=True):
             gradients[i] = dense(g)
         return gradients
@@ -124,14 +137,17 @@ class PerSampleBackward:
     def is_finite(self, logits: Tensor, cotangent: Tensor) -> bool:
         """Return whether a cotangent goes through the network without overflow; the graph is kept."""
         sums: list[Tensor] = []
-        targets = [self._hooks.root, *(edge for _, _, edge in self._edges)]
-        targets += [self._parameters[i] for i in self.uses.remaining]
         with self._hooks.consumed_by(lambda _, g: sums.append(g.float().sum())):
             _, *found = torch.autograd.grad(
-                logits, targets, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
+                logits, self._targets(), cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
             )
         sums.extend(dense(g).float().sum() for g in found if g is not None)
         return all(bool(torch.isfinite(value)) for value in sums)
+
+    def _targets(self) -> list[Any]:
+        """What autograd is asked for: the captured calls, broadcast sites, and remaining parameters."""
+        edges = (edge for _, _, edge in self._edges)
+        return [self._hooks.root, *edges, *(self.parameters[i] for i in self.uses.remaining)]
 
     def _take(
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: Observer | None
@@ -164,10 +180,17 @@ class PerSampleBackward:
             return {}
 
     @torch.no_grad()
-    def _finish(self, at_edges: list[Tensor | None], to: TakesForms, made_by: Pass, observer: Observer | None) -> None:
+    def _finish(
+        self,
+        edges: list[tuple[Use, BroadcastSite, GradientEdge]],
+        gradients: Sequence[Tensor | None],
+        to: TakesForms,
+        made_by: Pass,
+        observer: Observer | None,
+    ) -> None:
         """Take the gradients at broadcast sites, and what waits for uses that no gradient has reached."""
         shared: dict[Use, Tensor] = {}
-        for (use, site, _), g in zip(self._edges, at_edges, strict=False):
+        for (use, site, _), g in zip(edges, gradients, strict=True):
             if g is None:
                 continue
             layout = self.plan.layouts[use.key]
@@ -186,19 +209,24 @@ class PerSampleBackward:
 _NOTHING = torch.empty(0)
 
 
-def vectorized_gradients(logits: Tensor, targets: list[Any], cotangents: Tensor) -> list[Tensor | None] | None:
-    """Return the gradients [k, ...] of k cotangents, in one vectorised pass; None if an operation does not allow that.
+def _several_gradients(
+    logits: Tensor, targets: list[Any], cotangents: Sequence[Tensor]
+) -> list[list[Tensor | None]] | None:
+    """The gradients of each cotangent, in one vectorised pass; None if an operation does not allow that.
 
     One by one it either works or says why not.  The graph is kept.
     """
+    if len(cotangents) == 1:
+        (one,) = cotangents
+        return [list(torch.autograd.grad(logits, targets, one.to(logits.dtype), retain_graph=True, allow_unused=True))]
+    stacked = torch.stack(list(cotangents)).to(logits.dtype)
     try:
-        return list(
-            torch.autograd.grad(
-                logits, targets, cotangents.to(logits.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
+        found = torch.autograd.grad(
+            logits, targets, stacked, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
     except (RuntimeError, NotImplementedError):
         return None
+    return [[None if g is None else g[k] for g in found] for k in range(len(cotangents))]
 
 
 def dense(g: Tensor | None) -> Any:

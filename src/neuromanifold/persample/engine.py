@@ -104,7 +104,8 @@ class PerSampleGradients:
         if reference is None:
             if known is None or not known.followed or uses.unsupported:
                 self._required = True
-                return self._again()
+                self.hooks.release()
+                return None
             return self._ready(uses, known)
         if known is not None and known.followed and not uses.unsupported:
             plan = self._verified_again(uses, known, logits, reference)
@@ -112,7 +113,8 @@ class PerSampleGradients:
             plan = make_plan(uses, logits, reference, self.hooks, self.parameters, self.excluded)
         if plan.excluded - self.excluded:
             self.excluded = plan.excluded
-            return self._again()
+            self.hooks.release()
+            return None
         self.verified += 1
         self._plans[uses.signature] = plan
         return self._ready(uses, plan)
@@ -140,10 +142,6 @@ class PerSampleGradients:
         if state["late"]:
             self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
 
-    def _again(self) -> None:
-        """Let go of a forward pass that has to be repeated: the next one may be without hooks."""
-        self.hooks.release()
-
     def _ready(self, uses: Uses, plan: Plan) -> PerSampleBackward:
         self.remaining |= set(uses.remaining)
         if plan.unverified and self._late is None:
@@ -158,7 +156,9 @@ class PerSampleGradients:
             text = f"The per-sample gradients of {names} were right on an earlier batch and are wrong on this one, "
             text += "which has the same shapes: the model treats batches differently, or gradients that were zero came "
             text += "to rows that are not the samples. Leave these parameters out with `parameters`, begin with a "
-            raise VerificationError(text + "batch that shows the difference, or use granularity='batch' (random probes).")
+            raise VerificationError(
+                text + "batch that shows the difference, or use granularity='batch' (random probes)."
+            )
         unverified = plan.unverified & check.zero
         if self._late is not None and not unverified:
             self._late.zero_()

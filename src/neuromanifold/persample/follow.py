@@ -37,9 +37,19 @@ _ELEMENTWISE = frozenset(
 )
 _RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
 _REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
-_CUTS = frozenset("Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split())
+_CUTS = frozenset(
+    "Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split()
+)
 _ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
-_POOLS = ("AvgPool", "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Upsample", "MkldnnAdaptiveAvgPool", "ReflectionPad")
+_POOLS = (
+    "AvgPool",
+    "MaxPool",
+    "AdaptiveAvgPool",
+    "AdaptiveMaxPool",
+    "Upsample",
+    "MkldnnAdaptiveAvgPool",
+    "ReflectionPad",
+)
 
 
 def operation(node: Node) -> str:

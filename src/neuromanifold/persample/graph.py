@@ -267,4 +267,13 @@ def _partner(site: BroadcastSite) -> Tensor | None:
     return None
 
 
-__all__ = ["BroadcastSite", "Layout", "broadcast_sites", "consumers", "operation", "signature", "stacked", "users_first"]
+__all__ = [
+    "BroadcastSite",
+    "Layout",
+    "broadcast_sites",
+    "consumers",
+    "operation",
+    "signature",
+    "stacked",
+    "users_first",
+]

@@ -245,11 +245,11 @@ def _unfused(module: nn.RNNBase) -> list[Any]:
     enabled: list[bool] = []
 
     def before(*_: object) -> None:
-        enabled.append(torch.backends.mkldnn.enabled)  # type: ignore[attr-defined]
-        torch.backends.mkldnn.enabled = False  # type: ignore[attr-defined]
+        enabled.append(torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
 
     def after(*_: object) -> None:
         if enabled:
-            torch.backends.mkldnn.enabled = enabled.pop()  # type: ignore[attr-defined]
+            torch._C._set_mkldnn_enabled(enabled.pop())
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]

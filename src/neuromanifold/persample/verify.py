@@ -47,7 +47,12 @@ class Reference:
 
 
 def make_plan(
-    uses: Uses, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter], excluded: frozenset[int]
+    uses: Uses,
+    logits: Tensor,
+    reference: Reference,
+    hooks: Hooks,
+    parameters: list[nn.Parameter],
+    excluded: frozenset[int],
 ) -> Plan:
     """Return a plan whose per-sample gradients are verified; what does not pass is among its excluded parameters.
 
@@ -212,7 +217,9 @@ def _same_logits(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     tolerance = _TOLERANCE[found.dtype] * expected.abs().nan_to_num(0.0, 0.0, 0.0).amax() if found.numel() else 0.0
-    return bool(((found - expected).abs() <= tolerance).logical_or(found == expected).logical_or(expected.isnan()).all())
+    return bool(
+        ((found - expected).abs() <= tolerance).logical_or(found == expected).logical_or(expected.isnan()).all()
+    )
 
 
 def _parameters_of(uses: Uses, key: Key) -> frozenset[int]:

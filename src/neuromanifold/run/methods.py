@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -122,7 +121,8 @@ class PerSample(Method):
         self._positions_apart = isinstance(estimator, Exact)
         self._mixes = estimator.centred and granularity == "auto"
         self._vectorizes = True  # as far as is known, several cotangents can be sent back in one pass
-        self._backward: PerSampleBackward | None = None
+        self.backward: PerSampleBackward | None = None
+        """Through the last forward pass."""
         self._warned: set[int] = set()
 
     @property
@@ -150,25 +150,26 @@ class PerSample(Method):
 
     @override
     def forward(self, batch: Batch) -> Outputs:
-        outputs, self._backward = captured_forward(self._problem, batch, self.engine, self._estimator)
+        outputs, self.backward = captured_forward(self._problem, batch, self.engine, self._estimator)
         if not self._mixes:
             self._warn_if_slow()
         return outputs
 
     def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
         """Several cotangents in one pass where they are small and the model allows it."""
-        logits, backward = outputs.logits, self._backward
+        logits, backward = outputs.logits, self.backward
         assert backward is not None
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
-        apart = self._scale.is_needed(logits) or (self._positions_apart and logits.ndim > 2) or not self._vectorizes
+        apart = self._scale.is_needed(logits) or (self._positions_apart and logits.ndim > 2)
+        apart = apart or not self._vectorizes or bool(backward.uses.remaining)
         while group := list(islice(cotangents, 1)):
             at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
             group.extend(islice(cotangents, at_once - 1))
             if len(group) > 1 and self._vectorizes:
                 made_by = [self._pass(one, 1.0, more=True) for one in group]
-                stacked = torch.stack([one.values for one in group])
-                self._vectorizes = backward.together(logits, stacked, sums, made_by)
+                values = [one.values for one in group]
+                self._vectorizes = backward.to_uses(logits, values, [sums] * len(group), made_by)
                 if self._vectorizes:
                     self._end_passes(sums, len(group))
                     continue
@@ -177,7 +178,7 @@ class PerSample(Method):
 
     @override
     def end_batch(self) -> None:
-        self._backward = None
+        self.backward = None
         self.engine.end_batch()
 
     @override
@@ -201,7 +202,7 @@ class PerSample(Method):
         pieces = by_position(cotangent.values, outputs.valid) if self._positions_apart else iter([cotangent.values])
         for piece in pieces:
             keep = cotangent.left > 1 or self._positions_apart or bool(alone)
-            scale = self._scale_of(logits, piece, backward)
+            scale = self.scale_of(logits, piece, backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
             gradients = backward(logits, values, sums, made_by, keep_graph=keep)
             if self._mixes:
@@ -220,7 +221,9 @@ class PerSample(Method):
         self.passes += count
         sums.end_pass()
 
-    def _scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
+    def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
+        """Return how many times larger a cotangent should be where float16 is involved."""
+
         def attempt(scaled: Tensor, checked: bool) -> bool | None:
             return True if not checked or backward.is_finite(logits, scaled) else None
 
@@ -233,7 +236,9 @@ class PerSample(Method):
         self._warned |= self.engine.remaining
         shown = ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
         text = f"No per-sample rule covers {shown}: these take one backward pass for each sample, which is exact but "
-        text += "slow. Leave them out with `parameters`, write a rule (nm.rule), or use an estimator with random probes."
+        text += (
+            "slow. Leave them out with `parameters`, write a rule (nm.rule), or use an estimator with random probes."
+        )
         warnings.warn(text, SlowPathWarning, stacklevel=callers_level())
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
-from neuromanifold.persample.batch import BatchPullback, involves_half
+from neuromanifold.persample.batch import BatchBackward
+from neuromanifold.persample.scaling import involves_half
 from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.noise import batch_seed
 from neuromanifold.problem.parameters import Selection, select_parameters
@@ -53,7 +54,7 @@ class RunningFisher:
         self.decay, self.likelihood = float(decay), likelihood
         self._chosen = select_parameters(model, parameters)
         half = involves_half(model.parameters(), model_device(model))
-        self._pullback = BatchPullback(list(self._chosen.values()), half)
+        self._backward = BatchBackward(list(self._chosen.values()), half)
         seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
         self._generator = torch.Generator(model_device(model))
         self._means = [_zeros(parameter) for parameter in self._chosen.values()]
@@ -77,7 +78,7 @@ class RunningFisher:
         rows = None if labels is None else labels.reshape(len(flat), *labels.shape[logits.ndim - 1 :])
         self._generator.manual_seed(batch_seed(self._seed, self.steps))
         for u in self.estimator.cotangents(core, rows, self._generator):
-            gradients, scale = self._pullback(logits, u.view(logits.shape), keep_graph=True)
+            gradients, scale = self._backward(logits, u.view(logits.shape), keep_graph=True)
             self.passes += 1
             for i, gradient in enumerate(gradients):
                 if gradient is not None:

@@ -106,7 +106,7 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
             granularity=column.granularity,
             reduction="sum",
             seed=seed,
-            replay=replays(prepared),
+            cuda_graphs=replays(prepared),
             progress=observer or False,
             checkpoint=folder.file(task, f"{column.key}.checkpoint"),
         )

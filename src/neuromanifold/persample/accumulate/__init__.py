@@ -1,8 +1,8 @@
 """Accumulators: what is kept of the gradients of all backward passes.
 
-    DiagonalSums   Σ g² and Σ g⁴ of every entry
-    TraceSums      Σ ‖g‖², no tensor of a parameter's size
-    GradientRows   the gradients themselves, as rows
+DiagonalSums   Σ g² and Σ g⁴ of every entry
+TraceSums      Σ ‖g‖², no tensor of a parameter's size
+GradientRows   the gradients themselves, as rows
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class GradientRows:
         dtype: torch.dtype,
         take: Callable[[Tensor], None],
         reserve: Callable[[int], None],
+        after_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """`dtype`: float32 or float64, of the rows; `reserve` is told how many come before they are made."""
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0).tolist()
@@ -30,8 +31,7 @@ class GradientRows:
         self._size, self._dtype, self._take, self._reserve = ends[-1], dtype, take, reserve
         self._rows: Tensor | None = None  # of samples, by rules
         self._alone: list[list[tuple[int, Tensor]]] = []  # of batches, or of samples one by one
-        self.batches = 0
-        self.after_batch: Callable[[], None] | None = None
+        self._after_batch = after_batch
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -65,9 +65,7 @@ class GradientRows:
 
     def end_batch(self) -> None:
         """Look at what one batch has taken."""
-        self.batches += 1
-        if self.after_batch is not None:
-            self.after_batch()
+        self._after_batch()
 
     def synchronize(self) -> None:
         """Nothing waits."""

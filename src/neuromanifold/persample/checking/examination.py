@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
+from neuromanifold.persample.accumulate import Pass
 from neuromanifold.persample.checking.inputs import Inputs, own_parameters
 from neuromanifold.persample.checking.situations import Kept, Network, rows, same, shared, state, twice
+from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.gradients import Accumulators, Form
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule
-from neuromanifold.persample.samples import SamplePullback
-from neuromanifold.persample.sums import Pass
 from neuromanifold.reference.layer import sample_gradients
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of ‖found - expected‖/‖expected‖
@@ -130,15 +130,17 @@ class Examination:
         output = net(given)
         g = torch.randn(output.shape, generator=self.generator).to(output)
         expected = sample_gradients(output, list(own.values()), g)
-        pullback, kept = SamplePullback(net, list(own.values())), Kept()
-        with self._reported(case, list(own)), torch.enable_grad(), pullback.attached():
-            logits = pullback.forward(lambda: net(given), lambda outputs: outputs)
-            pullback(logits, g, False, kept, Pass(), waits=False)
+        engine, kept, backward = PerSampleGradients(net, own), Kept(), None
+        with self._reported(case, list(own)), torch.enable_grad(), engine.attached():
+            reference = engine.reference(net(given))
+            while backward is None:
+                with engine.capturing():
+                    logits = net(given)
+                backward = engine.plan(logits, reference)
+            backward(logits, g, kept, Pass(), keep_graph=False)
             for i, name in enumerate(own):
-                if i in pullback.rest():
-                    self._blame(
-                        name, f"{case}: the rule is not used, since the driver cannot tell what belongs to whom"
-                    )
+                if i in engine.remaining:
+                    self._blame(name, f"{case}: the rule is not used, since its gradients are not those of autograd")
                 elif i not in kept.gradients:
                     self._blame(name, f"{case}: nothing is returned for it")
                 else:

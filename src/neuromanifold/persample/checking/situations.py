@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.checking.inputs import Inputs
+from neuromanifold.persample.accumulate import Pass
 from neuromanifold.persample.gradients import Form
-from neuromanifold.persample.sums import Pass
 
 
 class Network(nn.Module):
