@@ -25,6 +25,7 @@ from neuromanifold.operators.operator import FisherOperator, fisher_operator
 from neuromanifold.operators.path_length import path_length
 from neuromanifold.persample.checking.check import check_rule
 from neuromanifold.persample.rules import rule
+from neuromanifold.problem.suspicions import SamplesMixWarning, SuspiciousInputWarning
 from neuromanifold.report import page as _page
 from neuromanifold.report import plots as _plots
 from neuromanifold.results import (
@@ -64,7 +65,9 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "Checkpoint",
     "NotCapturedWarning",
     "RunningFisher",
+    "SamplesMixWarning",
     "SlowPathWarning",
+    "SuspiciousInputWarning",
     "fisher_bounds",
     "fisher_diagonal",
     "fisher_factors",

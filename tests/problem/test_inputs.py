@@ -307,7 +307,7 @@ def test_bad_input_gets_a_clear_error(name: str) -> None:
 
 def test_slow_paths_are_announced() -> None:
     model = nn.Bilinear(4, 4, 3).double()
-    with pytest.warns(nm.SlowPathWarning, match=r"weight.*right, but slow.*random probes"):
+    with pytest.warns(nm.SlowPathWarning, match=r"weight.*exact but slow.*random probes"):
         nm.fisher_diagonal(model, [{"input1": X[:2], "input2": X[:2]}], nm.Exact())
 
 

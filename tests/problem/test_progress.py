@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import neuromanifold as nm
-from neuromanifold.problem.progress import Lookout, Seen
+from neuromanifold.problem.progress import Reporter, RunProgress
 
 
 def problem() -> tuple[nn.Module, list[torch.Tensor]]:
@@ -23,7 +23,7 @@ def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("every_batch")
 def test_an_observer_sees_every_batch() -> None:
     model, data = problem()
-    seen: list[Seen] = []
+    seen: list[RunProgress] = []
     result = nm.fisher_diagonal(model, data, progress=seen.append)
     assert [one.batches for one in seen] == [one.place for one in seen] == [1, 2, 3, 4]
     assert [one.samples for one in seen] == [5, 6, 9, 11]
@@ -35,7 +35,7 @@ def test_an_observer_sees_every_batch() -> None:
 @pytest.mark.usefixtures("every_batch")
 def test_places_count_the_batches_of_other_shards_and_exact_values_have_no_error() -> None:
     model, data = problem()
-    seen: list[Seen] = []
+    seen: list[RunProgress] = []
     nm.fisher_diagonal(model, data, nm.Exact(), progress=seen.append, shard=(1, 2))
     assert [(one.batches, one.place, one.samples) for one in seen] == [(1, 2, 1), (2, 4, 3)]
     assert {one.relative_error for one in seen} == {None}
@@ -44,17 +44,17 @@ def test_places_count_the_batches_of_other_shards_and_exact_values_have_no_error
 @pytest.mark.usefixtures("every_batch")
 def test_an_observer_and_a_target_accuracy_go_together() -> None:
     model, data = problem()
-    seen: list[Seen] = []
+    seen: list[RunProgress] = []
     result = nm.fisher_diagonal(model, data, rtol=100.0, progress=seen.append)
     assert result.provenance.stopped.startswith("stopped after 1 batches")
     assert len(seen) == 1
 
 
 def test_looking_is_rare() -> None:
-    calls: list[Seen] = []
-    lookout = Lookout(calls.append)
+    calls: list[RunProgress] = []
+    reporter = Reporter(calls.append)
     for i in range(1000):
-        lookout.batch_done(lambda i=i: Seen(i, i, i, None))  # type: ignore[misc]
+        reporter.batch_done(lambda i=i: RunProgress(i, i, i, None))  # type: ignore[misc]
     assert [one.batches for one in calls] == [0]  # the next one is due in half a second
 
 

@@ -56,10 +56,10 @@ def test_late_validation_reads_a_batch_when_the_next_is_queued(monkeypatch: pyte
     validation.core(bad, 1)
     with pytest.raises(ValueError, match=r"Batch 1 of `data`"):
         validation.core(good, 2)
-    validation.finish()
+    validation.flush()
     validation.core(bad, 3)
     with pytest.raises(ValueError, match=r"Batch 3 of `data`"):
-        validation.finish()
+        validation.flush()
 
 
 def test_labels_that_are_no_class_are_found_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,6 @@ class Outputs(NamedTuple):
         values[self.valid] = rows
         return values
 
-    @property
-    def labels_fit(self) -> bool:
-        """True: labels of another shape raise an error when outputs are read."""
-        return True
-
 
 def read_outputs(
     output: object,

@@ -14,12 +14,12 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the prefixes of `torch.compile`, FSDP, checkpoint wrappers and (Distributed)DataParallel."""
+    """A parameter's name without the prefixes of `torch.compile`, FSDP and (Distributed)DataParallel."""
     wrappers = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    parts = [part for part in name.split(".") if part not in wrappers]
-    while len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
+    plain = ".".join(part for part in name.split(".") if part not in wrappers)
+    while plain.startswith("module."):
+        plain = plain.removeprefix("module.")
+    return plain
 
 
 def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Parameter]:

@@ -67,20 +67,9 @@ class Problem:
         ignore_index: int = -100,
         label_key: str = "labels",
     ) -> Problem:
-        """Check all arguments that can be checked without a batch.
+        """Check all arguments that can be checked without a batch; they are those of `nm.fisher_diagonal`.
 
-        Args:
-            model: any module whose output is, holds or begins with logits; or a function of (parameters, *inputs), with
-                its parameters as a dict of tensors.
-            data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.
-            likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
-            parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
-            class_dim: which dimension of the logits holds the classes.
-            batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples; of
-                tensors with fewer than three dimensions it is the first.
-            ignore_index: positions with this label do not count, nor samples without any other.
-            label_key: where a batch that is a dict has its labels.
-
+        `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.
         """
         module = as_module(model, parameters)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
 from neuromanifold.problem.outputs import Outputs, attention_mask
+from neuromanifold.problem.unchanged import random_states
 
 if TYPE_CHECKING:
     from neuromanifold.problem.problem import Problem
@@ -102,14 +103,18 @@ def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Output
     inputs = tensors_in((batch.args, batch.kwargs))
     if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
+    valid = None if outputs.valid is None else outputs.valid[:few]
+    restore = random_states()
     try:
         alone = problem.evaluate(batch.cut(samples, slice(few), problem.batch_dim)).logits
+        if same_logits(problem, alone, outputs.logits[:few], valid):
+            return False
+        again = problem.evaluate(batch).logits
+        return True if same_logits(problem, again, outputs.logits, outputs.valid) else None
     except Exception:  # whatever a model does with a batch of another size
         return None
-    valid = None if outputs.valid is None else outputs.valid[:few]
-    if same_logits(problem, alone, outputs.logits[:few], valid):
-        return False
-    return True if same_logits(problem, problem.evaluate(batch).logits, outputs.logits, outputs.valid) else None
+    finally:
+        restore()
 
 
 def same_logits(problem: Problem, found: Tensor, expected: Tensor, valid: Tensor | None = None) -> bool:

@@ -114,8 +114,6 @@ class LateValidation:
         before, self._waiting = self._waiting, None
         _raise_if_bad(before)
 
-    look_later, finish = check_later, flush
-
 
 def distributions(
     outputs: Outputs,
