@@ -86,6 +86,10 @@ class PerSampleGradients:
         with self.hooks.capturing(self.excluded):
             yield
 
+    def require_reference(self) -> None:
+        """Verify the next forward pass."""
+        self._required = True
+
     def exclude_all(self) -> None:
         """Leave all parameters to autograd."""
         self.hooks.release()
@@ -127,7 +131,7 @@ class PerSampleGradients:
         """Let go of the last forward pass, and decide whether the next one is verified."""
         self.hooks.release()
         self._batches += 1
-        self._required = _is_due(self._batches) or self._came_late() or self.every_batch
+        self._required = _is_due(self._batches) or self.every_batch
 
     def state(self) -> dict[str, Any]:
         """Return what has been found out about the model, as JSON can hold it; plans are made anew."""
@@ -164,8 +168,12 @@ class PerSampleGradients:
             self._late.zero_()
         return Plan(plan.layouts, plan.excluded, plan.followed, unverified)
 
-    def _came_late(self) -> bool:
-        """Whether gradients have come to a use at which there were only zeros when it was verified."""
+    @property
+    def came_late(self) -> bool:
+        """Whether gradients have come to a use at which there were only zeros when it was verified.
+
+        On a GPU, which reading waits for, this is looked at now and then.
+        """
         if self._late is None or not self.may_synchronize:
             return False
         is_read = self._late.device.type == "cpu" or self._batches % _EVERY == 0

@@ -63,6 +63,22 @@ def shape_of(node: Node, output: int = 0) -> torch.Size:
     return torch.Size(node._input_metadata[output].shape)
 
 
+def takes_own_rows(node: Node) -> bool:
+    """Return whether an indexing is x[arange(n), ids]: then it takes from each sample its own.
+
+    The values of the first index decide, so that it is part of a graph's signature.  They cannot be read while a CUDA
+    graph is captured, which only happens after it has been verified.
+    """
+    indices = node._saved_indices
+    given = [index for index in indices if index is not None]
+    if len(given) < 2 or indices[0] is None or indices[0].ndim != 1 or indices[0].dtype == torch.bool:
+        return False
+    rows: Tensor = indices[0]
+    if rows.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+        return True
+    return torch.equal(rows, torch.arange(len(rows), device=rows.device, dtype=rows.dtype))
+
+
 def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> dict[Node, int]:
     """Return for each node where its (first) output has the samples: `before`, SHARED or UNKNOWN.
 
@@ -250,10 +266,7 @@ def _attended(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim:
 @_of("Index")
 def _indexed(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     """Behind the samples' dimension; or x[arange(n), ids], which takes from each sample its own."""
-    del out
     first = next(k for k, index in enumerate(node._saved_indices) if index is not None)
-    rows: Tensor = node._saved_indices[first]
-    own = first == dim == 0 and rows.ndim == 1 and torch.equal(rows, torch.arange(len(rows), device=rows.device))
     shape = shapes[0]
-    kept = shape is not None and (dim < first or (own and shape[0] == len(rows)))
+    kept = shape is not None and (dim < first or (dim == 0 and shape[0] == out[0] and takes_own_rows(node)))
     return [_at(shape, dim, major) if kept else UNKNOWN, *[SHARED] * (len(shapes) - 1)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.follow import operation, shape_of
+from neuromanifold.persample.follow import shape_of, takes_own_rows
 from neuromanifold.persample.gradients import Dense, Form, Product
 
 Node = Any
@@ -229,6 +229,8 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
                 *(numbers[below] for below, _ in node.next_functions if below is not None),
             )
         )
+        if name == "IndexBackward0":
+            parts.append(takes_own_rows(node))
     return hash(tuple(parts))
 
 
@@ -266,14 +268,3 @@ def _partner(site: BroadcastSite) -> Tensor | None:
         return factor.detach()
     return None
 
-
-__all__ = [
-    "BroadcastSite",
-    "Layout",
-    "broadcast_sites",
-    "consumers",
-    "operation",
-    "signature",
-    "stacked",
-    "users_first",
-]

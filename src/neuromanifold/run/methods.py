@@ -23,6 +23,7 @@ from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.suspicions import callers_level
+from neuromanifold.problem.unchanged import random_states
 from neuromanifold.run.forward import captured_forward
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 
@@ -63,6 +64,10 @@ class Method(ABC):
 
     def end_batch(self) -> None:
         """Let go of the batch."""
+
+    def verify_late(self, batch: Batch) -> None:
+        """Verify gradients of this batch that the verification of an earlier one has not seen, if there are any."""
+        del batch
 
     def state(self) -> dict[str, Any]:
         """Return all that the rest of a run depends on, as JSON can hold it."""
@@ -180,6 +185,15 @@ class PerSample(Method):
     def end_batch(self) -> None:
         self.backward = None
         self.engine.end_batch()
+
+    @override
+    def verify_late(self, batch: Batch) -> None:
+        if self.engine.came_late:
+            restore = random_states()
+            self.engine.require_reference()
+            captured_forward(self._problem, batch, self.engine, self._estimator)
+            self.engine.hooks.release()
+            restore()
 
     @override
     def methods(self) -> list[str]:

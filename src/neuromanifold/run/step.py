@@ -49,6 +49,7 @@ class Step:
         self.seed(batch.number)
         self.backward(outputs)
         self.method.end_batch()
+        self.method.verify_late(batch)
         return outputs
 
     def synchronize(self) -> None:
