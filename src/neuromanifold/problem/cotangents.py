@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.estimators import Estimator
+from neuromanifold.kernels.values import Probe
 from neuromanifold.problem.batches import Outputs
 from neuromanifold.problem.validation import Found, LateValidation
 
@@ -30,8 +31,9 @@ def cotangents(
     shape = outputs.logits.shape
     logits, labels, valid = outputs.logits.detach(), outputs.labels if estimator.needs_labels else None, outputs.valid
     core = validation.unchecked(logits, number)
-    if core is not None and estimator.fuses(core):
-        yield from _fused(core, logits, valid, estimator, generator, validation, number)
+    probes = None if core is None else estimator.fused(core, generator, valid)
+    if core is not None and probes is not None:
+        yield from _fused(core, logits, estimator, probes, validation, number)
         return
     rows = rows_that_count(logits, valid)
     if labels is not None:
@@ -41,7 +43,7 @@ def cotangents(
     if core is not None and labels is not None and labels.shape == rows.shape[:-1]:  # class labels, on a GPU
         fits = ((labels >= 0) & (labels < shape[-1])).all()
         labels = labels.clamp(0, shape[-1] - 1)
-    core = validation.core(rows, number, fits, searched=not estimator.searches)
+    core = validation.core(rows, number, fits)
     try:
         noise = estimator.pass_noise(core, alone=False)
         sample_noise = estimator.pass_noise(core, alone=len(shape) == 2)
@@ -54,16 +56,15 @@ def cotangents(
 def _fused(
     core: Core,
     logits: Tensor,
-    valid: Tensor | None,
     estimator: Estimator,
-    generator: torch.Generator,
+    probes: Iterator[Probe],
     validation: LateValidation,
     number: int,
 ) -> Iterator[Cotangent]:
     """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
     noise = estimator.pass_noise(core, alone=False)
     sample_noise = estimator.pass_noise(core, alone=logits.ndim == 2)
-    for i, (values, finite) in enumerate(estimator.fused(core, generator, valid)):
+    for i, (values, finite) in enumerate(probes):
         if i == 0:
             validation.look_later(Found(finite), number)
         yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)

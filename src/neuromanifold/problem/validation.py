@@ -62,15 +62,11 @@ class LateValidation:
         self._waiting: tuple[_Answer, Found, int] | None = None  # whether all is good, what was found, in which batch
         self._postponed: list[Found] | None = None
 
-    def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None, *, searched: bool = True) -> Core:
-        """The core of these outputs, of batch `number`; whether labels are classes is looked at later, on a GPU.
-
-        `searched`: not if that is left to an estimator, on a CPU.
-        """
+    def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
+        """The core of these outputs, of batch `number`; whether labels are classes is looked at later, on a GPU."""
         core = self.unchecked(rows, number)
         if core is None:
-            likelihood = self.likelihood if searched or self.likelihood is not Categorical else Categorical.unsearched
-            return _named(number, lambda: likelihood(rows))
+            return _named(number, lambda: self.likelihood(rows))
         extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
         self.look_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
