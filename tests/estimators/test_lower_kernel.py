@@ -20,15 +20,15 @@ import triton
 import triton.language as tl
 
 import neuromanifold as nm
-from neuromanifold.kernels import dispatch as kernels
 from neuromanifold.kernels.triton import lower as module
-from neuromanifold.kernels.triton.signs import random_words, sign
+from neuromanifold.kernels.triton.probing import random_words, sign
 from neuromanifold.problem.validation import LateValidation
 from tests.core import exact
 from tests.core.problems import PROBLEMS
 from tests.zscores import allowed_z_score, worst_z_score
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1" else "cpu"
+GENERATOR = torch.Generator()
 INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy in the interpreter, about -inf + inf
 TOLERANCE = 1e-6  # ten roundings of u, in float32
@@ -227,7 +227,7 @@ def test_any_shape_and_stride() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a GPU, walked on a CPU."""
-    monkeypatch.setattr(kernels, "usable", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "interpret")
     monkeypatch.setattr(LateValidation, "unchecked", lambda _, z, __: nm.Categorical(z, validate=False))
 
 
@@ -239,15 +239,15 @@ def lower(rank: int, probes: int = 1) -> nm.Hutchinson:
 def test_only_what_the_kernel_does_is_given_to_it() -> None:
     core = nm.Categorical(torch.zeros(3, 20))
     for estimator in (lower(1), lower(8), lower(2, probes=3), nm.Hutchinson(envelope=nm.Lower(2))):
-        assert estimator.fuses(core)
-        assert not estimator.fuses(nm.Bernoulli(torch.zeros(3, 20)))
-        assert not estimator.fuses(nm.Categorical(torch.zeros(3, 20, dtype=torch.float64)))
-        assert not estimator.fuses(nm.Categorical(torch.zeros(3, 20, requires_grad=True)))
-        assert not estimator.fuses(nm.Categorical(torch.zeros(3, 4097)))
-    assert lower(100).fuses(nm.Categorical(torch.zeros(3, 9)))  # its rank is 8
+        assert estimator.fused(core, GENERATOR) is not None
+        assert estimator.fused(nm.Bernoulli(torch.zeros(3, 20)), GENERATOR) is None
+        assert estimator.fused(nm.Categorical(torch.zeros(3, 20, dtype=torch.float64)), GENERATOR) is None
+        assert estimator.fused(nm.Categorical(torch.zeros(3, 20, requires_grad=True)), GENERATOR) is None
+        assert estimator.fused(nm.Categorical(torch.zeros(3, 4097)), GENERATOR) is None
+    assert lower(100).fused(nm.Categorical(torch.zeros(3, 9)), GENERATOR) is not None  # its rank is 8
     gaussian = nm.Hutchinson(noise="gaussian", envelope=nm.Lower(2))
     for other in (lower(9), nm.Hutchinson(2, envelope=nm.Lower(3)), gaussian, nm.Exact(nm.Lower(2))):
-        assert not other.fuses(core)
+        assert other.fused(core, GENERATOR) is None
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

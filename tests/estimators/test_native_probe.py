@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import neuromanifold as nm
-from neuromanifold.kernels import c as native
+from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.c import build, probe
 
 INF, NAN = math.inf, math.nan
@@ -38,7 +38,7 @@ SHAPES = [(0, 3), (1, 2), (1, 10), (64, 10), (7, 100), (33, 1000), (2, 3, 5), (4
 @pytest.fixture(autouse=True)
 def wanted(monkeypatch):
     monkeypatch.delenv("NEUROMANIFOLD_KERNELS", raising=False)
-    assert build.library(probe.SOURCE, "probe") is not None
+    assert build.kernel(probe.SOURCE, "probe") is not None
 
 
 def drawn(logits: Tensor, seed: int = 5, **options) -> Tensor:
@@ -81,20 +81,17 @@ def test_special_distributions(name, noise, monkeypatch):
 
 def test_only_tied_distributions_are_left_to_torch(monkeypatch):
     rows = torch.tensor([[2.0, -1.0, 2.0, 0.0], [2.0, -1.0, 1.0, 0.0], [0.0] * 4, [3.0, 1.0, 1.0, 1.0]])
-    _, left_out, bad = native.deflated_probe(rows, torch.ones(4, 5))
-    assert left_out is not None
-    assert (left_out.tolist(), bad) == ([True, False, True, False], 0)
+    assert dispatch.deflated_probe(rows, torch.ones(4, 5)).left_out.tolist() == [True, False, True, False]
     assert close(drawn(rows), by_torch(rows, monkeypatch).double(), 3e-6)
 
 
 @pytest.mark.parametrize("row", [[NAN, 1.0, 2.0], [1.0, INF, 2.0], [-INF, -INF, -INF], [1.0, 2.0, NAN]], ids=str)
-def test_it_finds_what_is_wrong_with_logits(row):
+def test_logits_that_are_not_finite_are_left_out(row):
     good = torch.tensor([[1.0, 2.0, 3.0], [1.0, -INF, 2.0]])
     logits, generator = torch.cat([good, torch.tensor([row])]), torch.Generator()
-    estimator = nm.Hutchinson()
     with pytest.raises(ValueError, match=r"at index \[2\]"):
-        list(estimator.cotangents(nm.Categorical.unsearched(logits), None, generator))
-    (found,) = estimator.cotangents(nm.Categorical(logits, validate=False), None, generator)  # not wanted
+        nm.Categorical(logits)
+    (found,) = nm.Hutchinson().cotangents(nm.Categorical(logits, validate=False), None, generator)
     assert found[:2].isfinite().all()
     assert not found[2].isfinite().any()
 
@@ -102,8 +99,8 @@ def test_it_finds_what_is_wrong_with_logits(row):
 def test_it_is_what_a_probe_comes_from(monkeypatch):
     """And it is not called where torch has to record or to transform what is done, or where kernels are unwanted."""
     calls = []
-    run = native.deflated_probe
-    monkeypatch.setattr(native, "deflated_probe", lambda *given: calls.append(run(*given)) or calls[-1])
+    run = probe.deflated_probe
+    monkeypatch.setattr(probe, "deflated_probe", lambda *given: calls.append(run(*given)) or calls[-1])
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     drawn(logits)
     assert len(calls) == 1
@@ -111,7 +108,10 @@ def test_it_is_what_a_probe_comes_from(monkeypatch):
     drawn(logits.clone().requires_grad_())
     drawn(logits.bfloat16())
     assert len(calls) == 1
-    assert torch.func.vmap(lambda z: torch.ones(()) * (not native.usable(z)))(logits).all()
+    with dispatch.disabled("deflated_probe"):
+        drawn(logits)
+    torch.func.vmap(lambda z: z.sum() * (dispatch.deflated_probe(z, z) is None))(logits)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("wish", ["0", "1"])
@@ -141,7 +141,7 @@ def test_other_processors(flags, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", " ".join(["cc", *flags]))
     build._library.cache_clear()
     try:
-        if build.library(probe.SOURCE, "probe") is None:
+        if build.kernel(probe.SOURCE, "probe") is None:
             pytest.skip("flags of another processor")
         logits = torch.randn(9, 37, generator=torch.Generator().manual_seed(0))
         assert close(drawn(logits), by_torch(logits, monkeypatch).double(), 3e-6)
@@ -157,9 +157,9 @@ def test_the_source_has_no_warnings(tmp_path):
 def test_another_default_device_does_not_matter():
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     noise = torch.ones(4, 6)
-    expected = native.deflated_probe(logits, noise).cotangent
+    expected = dispatch.deflated_probe(logits, noise).cotangent
     with torch.device("meta"):
-        found = native.deflated_probe(logits, noise)
+        found = dispatch.deflated_probe(logits, noise)
     assert found.left_out is None
     assert torch.equal(found.cotangent, expected)
 
@@ -167,5 +167,5 @@ def test_another_default_device_does_not_matter():
 def test_logits_that_are_to_be_negated():
     """Such a view has the memory of what it is the negative of."""
     logits, noise = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.ones(4, 6)
-    found, expected = (native.deflated_probe(z, noise).cotangent for z in (torch._neg_view(logits), -logits))
+    found, expected = (dispatch.deflated_probe(z, noise).cotangent for z in (torch._neg_view(logits), -logits))
     assert torch.equal(found, expected)

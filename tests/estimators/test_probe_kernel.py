@@ -13,12 +13,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 import neuromanifold as nm
-from neuromanifold.kernels import dispatch as kernels
 from neuromanifold.kernels.triton import probe as module
 from neuromanifold.problem.validation import LateValidation
 from tests.zscores import allowed_z_score, worst_z_score
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1" else "cpu"
+GENERATOR = torch.Generator()
 INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy in the interpreter, about -inf + inf
 
@@ -61,7 +61,7 @@ def run(
     logits: Tensor, deflate: bool = True, seed: int = 0, counts: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
     counts = counts if counts is None else counts.to(DEVICE)
-    u, finite = module.probe(logits.to(DEVICE), deflate, scale, generator(seed), counts)
+    u, finite = module.hutchinson_probe(logits.to(DEVICE), deflate, scale, generator(seed), counts)
     assert finite.all()
     return u.cpu()
 
@@ -178,7 +178,7 @@ def test_rows_seeds_and_probes_differ_and_repeat() -> None:
     assert not torch.equal(first, other)
     assert len(torch.cat([first, other]).sign().unique(dim=0)) == 38
     source = generator(1)
-    one, two = (module.probe(logits.to(DEVICE), True, 1.0, source).cotangent.cpu() for _ in range(2))
+    one, two = (module.hutchinson_probe(logits.to(DEVICE), True, 1.0, source).cotangent.cpu() for _ in range(2))
     assert torch.equal(one, first)
     assert not torch.equal(two, first)
 
@@ -198,7 +198,7 @@ def test_bad_rows_are_reported_and_do_not_spoil_others() -> None:
     logits = torch.zeros(9, 5)
     logits[1, 0], logits[3, 4], logits[4], logits[6, 2], logits[8] = NAN, INF, -INF, -INF, NAN
     for deflate in (False, True):
-        u, finite = module.probe(logits.to(DEVICE), deflate, 1.0, generator(0))
+        u, finite = module.hutchinson_probe(logits.to(DEVICE), deflate, 1.0, generator(0))
         assert finite.tolist() == [True, False, True, False, False, True, True, True, False]
         assert u[finite].isfinite().all()
 
@@ -209,7 +209,7 @@ def test_nan_in_any_block_is_reported(monkeypatch: pytest.MonkeyPatch, position:
     for bad in (NAN, INF):
         logits = torch.zeros(1, 300)
         logits[0, position] = bad
-        assert not module.probe(logits.to(DEVICE), True, 1.0, generator(0)).finite.any()
+        assert not module.hutchinson_probe(logits.to(DEVICE), True, 1.0, generator(0)).finite.any()
 
 
 def test_any_shape_and_stride() -> None:
@@ -232,7 +232,7 @@ def test_any_shape_and_stride() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a GPU, walked on a CPU."""
-    monkeypatch.setattr(kernels, "usable", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "interpret")
     monkeypatch.setattr(LateValidation, "unchecked", lambda _, z, __: nm.Categorical(z, validate=False))
 
 
@@ -247,10 +247,10 @@ class Twice(nm.Hutchinson):
 def test_only_what_the_kernel_does_is_given_to_it() -> None:
     core = nm.Categorical(torch.zeros(3, 4))
     for estimator in (nm.Hutchinson(deflate=0), nm.Hutchinson(), nm.Hutchinson(3, deflate=0, orthogonal=False)):
-        assert estimator.fuses(core)
-        assert not estimator.fuses(nm.Bernoulli(torch.zeros(3, 4)))
-        assert not estimator.fuses(nm.Categorical(torch.zeros(3, 4, dtype=torch.float64)))
-        assert not estimator.fuses(nm.Categorical(torch.zeros(3, 4, requires_grad=True)))
+        assert estimator.fused(core, GENERATOR) is not None
+        assert estimator.fused(nm.Bernoulli(torch.zeros(3, 4)), GENERATOR) is None
+        assert estimator.fused(nm.Categorical(torch.zeros(3, 4, dtype=torch.float64)), GENERATOR) is None
+        assert estimator.fused(nm.Categorical(torch.zeros(3, 4, requires_grad=True)), GENERATOR) is None
     for estimator in (
         nm.Hutchinson(2, deflate=0),
         nm.Hutchinson(deflate=2),
@@ -260,7 +260,7 @@ def test_only_what_the_kernel_does_is_given_to_it() -> None:
         nm.MonteCarlo(),
         nm.Exact(),
     ):
-        assert not estimator.fuses(core)
+        assert estimator.fused(core, GENERATOR) is None
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

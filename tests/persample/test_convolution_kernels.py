@@ -11,7 +11,7 @@ from torch.nn import functional
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 pytest.importorskip("triton")
 
-from neuromanifold.kernels import triton as kernels
+from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.triton import convolution, depthwise
 from neuromanifold.kernels.triton.convolution import add_squares
 from neuromanifold.kernels.triton.tiles import HALF, Config, choose
@@ -343,8 +343,8 @@ def test_the_rule_hands_over_what_the_kernel_expects(name, channels_last, monkey
     x, g = (last(x), last(g)) if channels_last else (x, g)
     form = Convolution(x[:, None], g[:, None], torch.Size(weight), **rest)
     G = form.gradients(0, 2, torch.float64)
-    monkeypatch.setattr(kernels, "suit", lambda *_: True)
-    monkeypatch.setattr(kernels, "tf32_convolutions", lambda: False)
+    monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "interpret")
+    monkeypatch.setattr(dispatch, "tf32_convolutions", lambda: False)
     squares, fourths = torch.zeros(weight), torch.zeros(weight)
     form.add_squares(Accumulators(squares, fourths, unit=2.0, weight=3.0, scale=0.5))
     assert close(squares, (G / 0.5).square().sum(0))

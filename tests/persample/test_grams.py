@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.bounds.grams import GramPullback
-from neuromanifold.persample.gradients import stacks
-from neuromanifold.persample.gradients import Dense, Form, Product, Rows, add
+from neuromanifold.persample.gradients import Dense, Form, Product, Rows, add, stacks
 from neuromanifold.persample.gradients.stacks import Factors, Flat, Forms, Several, Stack, gram, stack
 from neuromanifold.persample.rules.convolution import Convolution
 

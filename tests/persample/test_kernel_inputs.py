@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.kernels import triton as kernels
 from neuromanifold.persample.rules import registry
 
 
@@ -18,12 +16,9 @@ def inputs(*shape: int) -> Tensor:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "interpret")
-    kernels._capable.cache_clear()
-    yield
-    kernels._capable.cache_clear()
 
 
 @pytest.mark.parametrize("rows", ["columns apart", "transposed"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.c import build, square
 from neuromanifold.persample.gradients import BOUND, Accumulators, Product
 from neuromanifold.persample.rules.convolution import Convolution
@@ -48,7 +49,7 @@ def native(monkeypatch, tmp_path_factory):
 
 
 def library() -> object:
-    return build.library(square.SOURCE, "add_squares")
+    return build.kernel(square.SOURCE, "add_squares")
 
 
 def noise(*shape: int) -> Tensor:
@@ -195,7 +196,7 @@ def test_convolutions(module, space, kind):
     options = (module.stride, module.padding, module.dilation, module.transposed, module.groups)
     form = Convolution(x, g, module.weight.shape, *options)
     to = accumulators(*module.weight.shape, unit=8.0, weight=0.5, scale=2.0)
-    assert form._add_squares_natively(to)
+    assert dispatch.add_squares_of_convolution(*form.slid_and_fixed, to, form.windows)
     assert is_right(to, Convolution(x.double(), g.double(), form.shape, *options).gradients(0, n, torch.float64))
 
 
@@ -209,7 +210,7 @@ def test_forms_use_it_and_agree_with_torch(monkeypatch):
     assert done == [True]
     monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "0")
     Product(left, right).add_squares(by_torch)
-    assert done == [True, False]
+    assert done == [True]
     assert close(natively.squares, by_torch.squares.double())
     assert close(natively.fourths, by_torch.fourths.double())
 
@@ -256,8 +257,7 @@ def test_many_positions_lose_no_accuracy():
 @needs_compiler
 def test_torch_does_it_if_kernels_are_unwanted(monkeypatch):
     monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "0")
-    monkeypatch.setattr(build, "_library", lambda *_: pytest.fail("is not even looked for"))
-    assert library() is None
+    monkeypatch.setattr(build, "kernel", lambda *_: pytest.fail("is not even looked for"))
     assert squares_of_a_product()
 
 
@@ -274,7 +274,7 @@ def test_a_cache_that_cannot_be_written_to(place, monkeypatch, tmp_path):
 def processes_that_build(count: int, cache: Path) -> list[Path]:
     """Several at once, without a word; the libraries that are in the cache then, each with its digest."""
     code = "from neuromanifold.kernels.c import build; from neuromanifold.kernels.c import square; "
-    code += "assert build.library(square.SOURCE, 'add_squares') is not None"
+    code += "assert build.kernel(square.SOURCE, 'add_squares') is not None"
     command, environment = [sys.executable, "-c", code], {**os.environ, "XDG_CACHE_HOME": str(cache)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     running = [subprocess.Popen(command, env=environment, **streams) for _ in range(count)]

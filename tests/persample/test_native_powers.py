@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.c import build, powers
-from neuromanifold.kernels import c as native
 from neuromanifold.persample.gradients import Product
 from neuromanifold.persample.gradients.products import SquaredProduct
 from neuromanifold.persample.small import SmallSums
@@ -39,11 +39,10 @@ def test_sums_of_powers(samples, shapes):
     values = [noise(samples, *shape) for shape in shapes]
     width = sum(v.shape[1:].numel() for v in values)
     squares, fourths = torch.ones(width), torch.ones(width, dtype=torch.float64)
-    assert native.takes_powers(values)
-    native.add_powers(values, 4.0, 0.5, squares, fourths)
+    assert dispatch.add_powers(values, 4.0, 0.5, squares, fourths)
     torch.testing.assert_close(squares.double(), 1 + truth(values, 4.0, 2), rtol=1e-6, atol=0)
     torch.testing.assert_close(fourths, 1 + 0.5 * truth(values, 4.0, 4), rtol=1e-12, atol=0)
-    native.add_powers(values, 4.0, 0.5, squares)
+    assert dispatch.add_powers(values, 4.0, 0.5, squares)
     torch.testing.assert_close(squares.double(), 1 + 2 * truth(values, 4.0, 2), rtol=1e-6, atol=0)
 
 
@@ -57,7 +56,7 @@ def test_any_strides():
     ]
     values = [v[:10] for v in values]
     squares = torch.zeros(sum(v.shape[1:].numel() for v in values))
-    native.add_powers(values, 1.0, 1.0, squares)
+    assert dispatch.add_powers(values, 1.0, 1.0, squares)
     torch.testing.assert_close(squares.double(), truth(values, 1.0, 2), rtol=1e-6, atol=0)
 
 
@@ -69,7 +68,7 @@ def test_sums_do_not_depend_on_the_number_of_threads(monkeypatch):
         for count in (1, 2, 5):
             torch.set_num_threads(count)
             found.append(torch.zeros(3700))
-            native.add_powers(values, 1.0, 1.0, found[-1])
+            assert dispatch.add_powers(values, 1.0, 1.0, found[-1])
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(found[0].double(), truth(values, 1.0, 2), rtol=1e-6, atol=0)
@@ -78,8 +77,8 @@ def test_sums_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 @needs_compiler
 def test_small_sums_use_it_and_agree_with_torch(monkeypatch):
-    calls, run, found = [], native.add_powers, []
-    monkeypatch.setattr(native, "add_powers", lambda *given: calls.append(run(*given)))
+    calls, run, found = [], powers.add_powers, []
+    monkeypatch.setattr(powers, "add_powers", lambda *given: calls.append(run(*given)) or calls[-1])
     for wish in ("1", "0"):
         monkeypatch.setenv("NEUROMANIFOLD_KERNELS", wish)
         sums = SmallSums()
@@ -88,18 +87,20 @@ def test_small_sums_use_it_and_agree_with_torch(monkeypatch):
             sums.add(1, noise(4, 5 + step)[:, :5], 2.0, 0.25)
             sums.flush()
         found.append((sums.squares(), sums.fourths()))
-    assert len(calls) == 3
+    assert calls == [True] * 3
     for ours, by_torch in zip(*found, strict=True):
         for i in (0, 1):
             torch.testing.assert_close(ours[i], by_torch[i], rtol=1e-6, atol=0)
 
 
 def test_what_it_does_not_take(monkeypatch):
-    assert not native.takes_powers([noise(3, 4), noise(3, 4).double()])
-    assert not native.takes_powers([torch.nn.Parameter(noise(3, 4))])
+    assert not dispatch.add_powers([noise(3, 4), noise(3, 4).double()], 1.0, 1.0, torch.zeros(8))
+    assert not dispatch.add_powers([torch.nn.Parameter(noise(3, 4))], 1.0, 1.0, torch.zeros(4))
+    assert not dispatch.add_powers([noise(3, 4)], 1.0, 1.0, torch.zeros(4, dtype=torch.float64))
+    monkeypatch.setattr(powers, "_ALONE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(build, "parallel", lambda: None)
-    assert not native.takes_powers([noise(3, 4)])
+    assert not dispatch.add_powers([noise(3, 4)], 1.0, 1.0, torch.zeros(4))
 
 
 @needs_compiler

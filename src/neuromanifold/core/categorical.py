@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import torch
@@ -32,27 +33,14 @@ class Categorical(Core):
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
         logits = checks.real_vectors(logits, "logits", least=2, noun="classes")
         super().__init__(logits)
-        self._validates = self._to_be_searched = validate
+        self._validates = validate
         self.dtype = checks.promoted(logits.dtype)
         self.given = logits  # in the precision that they came in
-        self.search()
+        if validate and logits.numel() and not logits.is_meta and not _all_finite(logits.detach().amax(-1)):
+            raise ValueError(_what_is_wrong(logits))
         if is_differentiated(logits):  # on record now, whatever mode they are asked for in
             self.logits = logits.to(self.dtype)
             self.probs = _softmax(self.logits)
-
-    @classmethod
-    def unsearched(cls, logits: Tensor) -> Categorical:
-        """For those who will find NaN and +inf themselves, or call `search`."""
-        core = cls(logits, validate=False)
-        core._to_be_searched = True
-        return core
-
-    def search(self) -> None:
-        """Look for NaN, +inf and rows without a possible class, unless that has been done or is not wanted."""
-        wanted, self._to_be_searched = self._to_be_searched, False
-        wanted = wanted and self.given.numel() > 0 and not self.given.is_meta
-        if wanted and not bool(torch.isfinite(self.given.amax(-1)).all()):
-            raise ValueError(_what_is_wrong(self.given))
 
     @cached_property
     def logits(self) -> Tensor:
@@ -249,6 +237,11 @@ def _softmax(logits: Tensor) -> Tensor:
 
 def _off_diagonal(matrix: Tensor) -> Tensor:
     return matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def _all_finite(values: Tensor) -> bool:
+    low, high = values.aminmax()
+    return math.isfinite(low) and math.isfinite(high)  # NaN is passed on
 
 
 def _what_is_wrong(logits: Tensor) -> str:

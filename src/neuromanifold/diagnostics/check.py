@@ -23,10 +23,10 @@ from neuromanifold.diagnostics.trials import Trial, short_name
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem.batches import model_device, read_batch
 from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.problem.problem import _check_data as check_data
 from neuromanifold.problem.unchanged import unchanged
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.granularity import choose_granularity
-from neuromanifold.problem.problem import _check_data as check_data
 
 
 def check(

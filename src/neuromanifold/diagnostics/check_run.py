@@ -29,9 +29,8 @@ from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.unchanged import unchanged
-from neuromanifold.problem.validation import LateValidation
+from neuromanifold.problem.validation import LateValidation, Likelihood
 from neuromanifold.results import DiagonalFisher
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 

@@ -28,13 +28,13 @@ from neuromanifold.diagnostics.memory import PeakMemory
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem.batches import model_device, read_batch
 from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.problem import _check_data as check_data
+from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
-from neuromanifold.problem.problem import _check_data as check_data
 
 _LONG = 20.0  # seconds after which no further batch is tried
 _ROOM = 0.8  # of the free memory: later batches may be longer

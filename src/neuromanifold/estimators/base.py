@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Core
-from neuromanifold.kernels.dispatch import Probe
+from neuromanifold.kernels.values import Probe
 
 
 class Estimator(ABC):
@@ -44,19 +44,14 @@ class Estimator(ABC):
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """One cotangent [..., C] for each pass, scaled so that the sum of the passes' squares is the estimate."""
 
-    @property
-    def searches(self) -> bool:
-        """Whether `cotangents` looks for NaN in the logits by itself: then it may get a `Categorical.unsearched`."""
-        return False
+    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe] | None:
+        """Return cotangents made by one kernel each, in the outputs' precision, or None without such a kernel.
 
-    def fuses(self, core: Core) -> bool:
-        """Whether one kernel makes a cotangent of this core: then there is `fused`."""
-        del core
-        return False
-
-    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe]:
-        """Cotangents of the outputs' precision, each with what it found out about them; zero where nothing counts."""
-        raise NotImplementedError
+        The kernel also says which outputs were finite.  `counts` [...]: outputs where it is False are not read, and
+        their cotangents are zero.
+        """
+        del core, generator, counts
+        return None
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """For each pass, c such that the estimate's variance is at most Σ_passes c E[g⁴].

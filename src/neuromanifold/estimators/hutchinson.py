@@ -14,7 +14,6 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.core.sums import square_root
-from neuromanifold.core.ties import is_differentiated
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.envelopes import (
     Envelope,
@@ -26,16 +25,14 @@ from neuromanifold.estimators.envelopes import (
     factor_size,
 )
 from neuromanifold.estimators.orthogonal import (
-    as_signs,
     orthonormal_noise,
     own_columns,
     own_passes,
-    random_bits,
     random_signs,
     remainder,
 )
-from neuromanifold.kernels import c as native
-from neuromanifold.kernels import dispatch as kernels
+from neuromanifold.kernels import dispatch
+from neuromanifold.kernels.values import Probe
 
 Noise = Literal["rademacher", "gaussian"]
 
@@ -106,50 +103,35 @@ class Hutchinson(Estimator):
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
         del labels
-        if self.fuses(core):
-            yield from (one.cotangent for one in self.fused(core, generator))
+        fused = self.fused(core, generator)
+        if fused is not None:
+            yield from (probe.cotangent for probe in fused)
             return
         if self._together:
             for cotangent in self._orthogonal(core, generator):
                 yield cotangent * random_signs(core, 1, generator)
             return
-        plain = self.deflate == 1 and type(core) is Categorical and not is_differentiated(core.given)
-        if plain and isinstance(core, Categorical) and native.usable(core.given):
-            yield from self._natively(core, generator)
-            return
-        if isinstance(core, Categorical):
-            core.search()
         noise_dim, mix = self._deflated(core) if self.deflate else factor_mixer(core, self.envelope)
         for _ in range(self.probes):
             cotangent = mix(self._noise(core, noise_dim, generator))
             yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
 
-    @property
-    def searches(self) -> bool:
-        """Where the kernel for a CPU does it on the way."""
-        return self.deflate == 1 and not self._together and type(self).cotangents is Hutchinson.cotangents
+    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe] | None:
+        """Return the same probes from one kernel each: for classes, independent ones with random signs.
 
-    def fuses(self, core: Core) -> bool:
-        """On a GPU, for classes: independent probes with random signs, with one eigenvector deflated, or of a few."""
+        With at most one eigenpair deflated, or of a lower envelope.
+        """
         if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
-            return False  # something else that somebody wrote
-        few = factor_size(core, self.envelope) <= kernels.LARGEST_RANK and core.dim <= kernels.LARGEST_ROW
-        part = self._eigenpairs <= 1 if self.envelope is None else isinstance(self.envelope, Lower) and few
-        signs = self.noise == "rademacher" and part and not self._together
-        return signs and kernels.usable(core.given) and not is_differentiated(core.given)
-
-    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[kernels.Probe]:
-        """The same probes from one kernel each, `probe` or `lower` in `neuromanifold.kernels.dispatch`."""
-        from neuromanifold.kernels.triton.lower import lower_probe
-        from neuromanifold.kernels.triton.probe import probe
-
-        assert isinstance(core, Categorical)
-        z, scale = core.given, 1 / math.sqrt(self.probes)
-        for _ in range(self.probes):
-            if isinstance(self.envelope, Lower):
-                yield lower_probe(z, self.envelope.rank, scale, generator, counts)
-            else:
-                yield probe(z, self._eigenpairs > 0, scale, generator, counts)
+            return None  # a likelihood or an estimator of the user's own
+        if self.noise != "rademacher" or self._together or self._eigenpairs > 1:
+            return None
+        if self.envelope is None:
+            deflate = self._eigenpairs == 1
+            return dispatch.hutchinson_probes(core.given, self.probes, generator, counts, deflate=deflate)
+        if isinstance(self.envelope, Lower):
+            rank = self.envelope.size(core)
+            return dispatch.lower_probes(core.given, self.probes, rank, generator, counts)
+        return None
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.
@@ -222,30 +204,25 @@ class Hutchinson(Estimator):
             yield mix(h) * math.sqrt(noise_dim / m)
 
     def _deflated(self, core: Core) -> Mixer:
-        """(ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
-        values, vectors = core.spectrum(min(self._eigenpairs, core.rank))  # [..., k], [..., k, C]
-        roots, k = square_root(values), values.shape[-1]
+        """Return the map from (ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
+        k = min(self._eigenpairs, core.rank)
+        leading = functools.cache(lambda: core.spectrum(k))
 
-        def mix(xi: Tensor) -> Tensor:
+        def by_torch(xi: Tensor) -> Tensor:
+            values, vectors = leading()  # [..., k], [..., k, C]
             rest = core.factor(xi[..., k:])
-            along = roots * xi[..., :k] - (vectors * rest[..., None, :]).sum(-1)
+            along = square_root(values) * xi[..., :k] - (vectors * rest[..., None, :]).sum(-1)
             return rest + (along[..., None] * vectors).sum(-2)
 
-        return Mixer(k + core.dim, mix)
+        def mix(xi: Tensor) -> Tensor:
+            done = dispatch.deflated_probe(core.given, xi) if k == 1 and type(core) is Categorical else None
+            if done is None:
+                return by_torch(xi)
+            if done.left_out is None:
+                return done.cotangent
+            return torch.where(done.left_out[..., None], by_torch(xi), done.cotangent)
 
-    def _natively(self, core: Categorical, generator: torch.Generator) -> Iterator[Tensor]:
-        """With one eigenvector, by a kernel on a CPU, but where classes are tied."""
-        by_torch = functools.cache(lambda: self._deflated(core).mix)
-        for _ in range(self.probes):
-            signs = self.noise == "rademacher"
-            noise = random_bits(core, 1 + core.dim, generator) if signs else self._noise(core, 1 + core.dim, generator)
-            cotangent, left_out, bad = native.deflated_probe(core.given, noise)
-            if bad:
-                core.search()
-            if left_out is not None:
-                others = by_torch()(as_signs(noise, core.dtype) if signs else noise)
-                cotangent = torch.where(left_out[..., None], others, cotangent)
-            yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
+        return Mixer(k + core.dim, mix)
 
     def _noise(self, core: Core, size: int, generator: torch.Generator) -> Tensor:
         if self.noise == "rademacher":

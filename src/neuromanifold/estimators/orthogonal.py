@@ -173,16 +173,7 @@ def haar_columns(core: Core, noise_dim: int, count: int, generator: torch.Genera
 
 
 def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
-    """±1 with even odds, [..., size]."""
-    return as_signs(random_bits(core, size, generator), core.dtype)
-
-
-def random_bits(core: Core, size: int, generator: torch.Generator) -> Tensor:
-    """0 or 1 with even odds, [..., size] as int8."""
+    """Draw ±1 with even odds, [..., size]."""
     shape = (*core.batch_shape, size)
-    return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
-
-
-def as_signs(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """-1 for 0, 1 for 1."""
-    return (2 * bits - 1).to(dtype)
+    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
+    return (2 * bits - 1).to(core.dtype)

@@ -1,63 +1,256 @@
-"""Kernels for a GPU, in Triton, which is imported when the first tensor on a GPU is seen and not before."""
+"""The only chooser of kernels: each operation below runs one, or returns None or False and torch does the same.
+
+    operation                    GPU (Triton)      CPU (C)
+    hutchinson_probes            probe.py                     probes with random signs, deflated or not
+    lower_probes                 lower.py                     probes of the lower envelope
+    deflated_probe                                 probe.c    a deflated probe from given noise
+    add_squares_of_products      product.py        square.c   linear layers
+    add_squares_of_convolution   convolution.py    square.c
+    depthwise_gradients          depthwise.py                 convolutions with few channels in a group
+    add_squares_of_rows          rows.py                      embeddings
+    feature_norm_sums            norms.py                     LayerNorm and RMSNorm
+    channel_norm_sums            norms.py                     BatchNorm with running statistics
+    add_powers                                     powers.c   biases and scales, all at once
+
+The environment variable NEUROMANIFOLD_KERNELS is 1 (the default), 0 (torch does everything), or interpret (Triton's
+kernels on a CPU, by its interpreter, which needs TRITON_INTERPRET=1: slow, for tests).  Triton is imported when the
+first tensor that it takes is seen, and a C compiler is looked for likewise.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
+from neuromanifold.core.ties import is_differentiated
+from neuromanifold.kernels.c import powers, probe, square
+from neuromanifold.kernels.values import Accumulators, Deflated, Probe, Windows
+
+Backend = Literal["triton", "c"]
 
 LARGEST_RANK, LARGEST_ROW = 8, 4096
-"""Eigenpairs and classes up to which `kernels.lower` is used: it has a whole row at once."""
+"""Eigenpairs and classes up to which `lower_probes` has a kernel: it holds a whole row at once."""
+
+_TRITON = (torch.float32, torch.bfloat16, torch.float16)
+_THIN = 8  # pairs of channels in a group up to which a product of matrices is not worth it
+_disabled: set[str] = set()
 
 
-class Probe(NamedTuple):
-    """A cotangent for every row, and which rows could be evaluated."""
+def hutchinson_probes(
+    logits: Tensor, probes: int, generator: torch.Generator, counts: Tensor | None, *, deflate: bool
+) -> Iterator[Probe] | None:
+    """Return S η/√probes for each probe, with random signs η of the kernel's own; deflated by the leading eigenpair.
 
-    cotangent: Tensor  # [..., C]
-    finite: Tensor  # [...] bool  False: NaN, +inf, or no possible class
-
-
-class Buffers(NamedTuple):
-    """What kernels for probes read and write."""
-
-    rows: Tensor  # [n, C]  the logits, contiguous along C
-    cotangent: Tensor  # [n, C]  to be written, as the next
-    finite: Tensor  # [n] bool
-    seed: Tensor  # [1] int64
-
-
-def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
-    """Rows of logits [..., C] with room for their cotangents, and a seed from the generator; nothing is waited for.
-
-    u has the type of the logits, but float32 for float16, which has no room for small entries before the pullback
-    scales them up.
+    `counts` [...]: rows where it is False are not read and get zeros.
     """
-    rows = logits.detach().reshape(-1, logits.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
-    return Buffers(
-        rows,
-        torch.empty(rows.shape, dtype=dtype, device=rows.device),
-        torch.empty(len(rows), dtype=torch.bool, device=rows.device),
-        torch.empty(1, dtype=torch.int64, device=rows.device).random_(generator=generator),
+    if _backend("hutchinson_probes", logits) != "triton" or is_differentiated(logits):
+        return None
+    from neuromanifold.kernels.triton.probe import hutchinson_probe  # needs Triton
+
+    return (hutchinson_probe(logits, deflate, 1 / math.sqrt(probes), generator, counts) for _ in range(probes))
+
+
+def lower_probes(
+    logits: Tensor, probes: int, rank: int, generator: torch.Generator, counts: Tensor | None
+) -> Iterator[Probe] | None:
+    """Return Σ_i √λ_i v_i ξ_i/√probes over the `rank` leading eigenpairs for each probe, with random signs ξ."""
+    if _backend("lower_probes", logits) != "triton" or is_differentiated(logits):
+        return None
+    if rank > LARGEST_RANK or logits.shape[-1] > LARGEST_ROW:
+        return None
+    from neuromanifold.kernels.triton.lower import lower_probe  # needs Triton
+
+    return (lower_probe(logits, rank, 1 / math.sqrt(probes), generator, counts) for _ in range(probes))
+
+
+def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
+    """Return √λ v ξ₁ + (I - vvᵀ) S ξ₂ at logits [..., C] for noise (ξ₁, ξ₂) [..., 1 + C], v the leading eigenvector."""
+    if logits.dtype not in (torch.float32, torch.float64) or logits.dtype != noise.dtype or is_differentiated(logits):
+        return None
+    if _backend("deflated_probe", logits, noise) != "c":
+        return None
+    return probe.deflated_probe(logits, noise)
+
+
+def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip: Tensor | None = None) -> bool:
+    """Add squares and fourth powers of Σ_t left[n, t, :] ⊗ right[n, t, :] to sums [o, i]; return whether it was done.
+
+    left [n, t, o] and right [n, t, i], or [n, g, t, ...] with groups of rows.  `skip` [n, s] names rows of each sample
+    that do not count.  On a GPU no sample's product is written to memory, and numbers of half precision are multiplied
+    as they are; if only one side has it (autocast), the layer has worked with the other one rounded to it, too.
+    """
+    backend = _backend("add_squares_of_products", left, right)
+    if backend == "c":
+        left, right = left.to(to.squares.dtype), right.to(to.squares.dtype)
+        return skip is None and square.add_squares_of_products(left, right, to)
+    if backend is None or left.ndim != 3:
+        return False
+    from neuromanifold.kernels.triton import product  # needs Triton
+    from neuromanifold.kernels.triton.pack import pack
+
+    if skip is not None:
+        mask = torch.zeros(left.shape[0], left.shape[2], dtype=torch.uint8, device=left.device)
+        skip = mask.scatter_(1, skip, 1)
+    dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    left, right = (_last_contiguous(side.to(dtype)) for side in (left, right))
+    packs = dtype == torch.float32 and tf32_products()
+    product.add_squares_of_products(
+        pack(left) if packs else left,
+        pack(right) if packs else right,
+        to.squares,
+        to.fourths,
+        factors=to.kernel_factors,
+        skip=skip,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return True
+
+
+def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
+    """Add squares and fourth powers of Σ_mt fixed_mt ⊗ (the window of slid at t) to sums [o, c, *kernel].
+
+    slid [n, m, g·c, *space] is what windows are taken of, fixed [n, m, o, *positions] what they are multiplied by.
+    Returns whether it was done.
+    """
+    backend = _backend("add_squares_of_convolution", slid, fixed)
+    if backend == "c":  # windows are read off the image, of whose dimensions m is one more
+        slid, fixed = (image.transpose(1, 2).to(to.squares.dtype) for image in (slid, fixed))
+        (kernel, stride, padding, dilation), groups = windows[:4], windows.groups
+        with_rows = Windows((1, *kernel), (1, *stride), (0, *padding), (1, *dilation), groups)
+        return square.add_squares_of_convolution(slid, fixed, to, with_rows)
+    if backend is None or slid.shape[1] != 1:
+        return False
+    from neuromanifold.kernels.triton import convolution  # needs Triton
+
+    flat = to.view(to.squares.shape[0], to.squares.shape[1:].numel())
+    convolution.add_squares(
+        slid[:, 0],
+        fixed[:, 0],
+        flat.squares,
+        flat.fourths,
+        **windows._asdict(),
+        factors=to.kernel_factors,
+        tf32=tf32_convolutions(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return True
+
+
+def depthwise_gradients(slid: Tensor, fixed: Tensor, windows: Windows) -> Tensor | None:
+    """Return all gradients [n, o, c·kernel] of a convolution with few channels in a group, as above for m = 1."""
+    pairs = fixed.shape[2] * slid.shape[2] // windows.groups**2
+    if windows.groups == 1 or pairs > _THIN or slid.shape[1] != 1:
+        return None
+    if _backend("depthwise_gradients", slid, fixed) != "triton":
+        return None
+    from neuromanifold.kernels.triton import depthwise  # needs Triton
+
+    amounts = [amount for size in reversed(windows.padding) for amount in (size, size)]
+    return depthwise.gradients(
+        torch.nn.functional.pad(slid[:, 0], amounts).contiguous(),
+        fixed[:, 0].contiguous(),
+        kernel=windows.kernel,
+        stride=windows.stride,
+        dilation=windows.dilation,
+        groups=windows.groups,
     )
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether kernels can take this tensor: on a GPU with Triton, in single or half precision."""
-    return (
-        tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and works(tensor.get_device())
-    )
+def add_squares_of_rows(values: Tensor, ids: Tensor, to: Accumulators) -> bool:
+    """Add squares and fourth powers of what each sample has for a row: values [n, t, d] into rows ids [n, t]."""
+    if _backend("add_squares_of_rows", values) != "triton" or torch.are_deterministic_algorithms_enabled():
+        return False
+    from neuromanifold.kernels.triton import rows  # needs Triton
+
+    sums = to.squares, to.fourths, to.kernel_factors
+    rows.add_squares_of_rows(_last_contiguous(values), ids.contiguous(), *sums)
+    return True
 
 
-def wish() -> str:
-    """NEUROMANIFOLD_KERNELS: 1, 0 to leave everything to torch, or interpret (on a CPU, slow, for tests)."""
+def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor] | None:
+    """Return Σ_t g∘x̂ and Σ_t g, [n, d] each, with x̂ normalised over the last dimension: LayerNorm if centred."""
+    if _backend("feature_norm_sums", x, g) != "triton":
+        return None
+    from neuromanifold.kernels.triton import norms  # needs Triton
+
+    if not norms.fits_feature_norm(x, g):
+        return None
+    x, g = (values.reshape(values.shape[0], -1, values.shape[-1]) for values in (x, g))
+    return norms.feature_norm_sums(x, g, eps, centred=centred)
+
+
+def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+    """Return Σ_t g∘x̂ and Σ_t g, [n, c] each, with x̂ = (x - mean)/√(variance + eps) by channel, the second dimension."""
+    if _backend("channel_norm_sums", x, g, mean, variance) != "triton":
+        return None
+    from neuromanifold.kernels.triton import norms  # needs Triton
+
+    x, g = (values.contiguous() for values in (x, g))
+    x, g = (values.flatten(2) if values.ndim > 2 else values[..., None] for values in (x, g))
+    return norms.channel_norm_sums(x, g, mean, variance, eps)
+
+
+def add_powers(
+    values: Sequence[Tensor], scale: float, weight: float, squares: Tensor, fourths: Tensor | None = None
+) -> bool:
+    """Add Σ_n (g/scale)² (float32) and weight Σ_n (g/scale)⁴ (float64) of gradients [n, *shape] of some parameters.
+
+    Their sums stand one after the other in `squares` and `fourths`.  Returns whether it was done.
+    """
+    if squares.dtype != torch.float32 or _backend("add_powers", squares, *values) != "c":
+        return False
+    return powers.add_powers(values, scale, weight, squares, fourths)
+
+
+def tf32_products() -> bool:
+    """Return whether matrix products of float32 may be rounded to 11 bits."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def tf32_convolutions() -> bool:
+    """Return whether convolutions of float32 may be rounded to 11 bits."""
+    return bool(torch.backends.cudnn.allow_tf32)
+
+
+@contextmanager
+def disabled(*operations: str) -> Iterator[None]:
+    """Leave operations to torch, by the names above: for ablations and tests."""
+    before = set(_disabled)
+    _disabled.update(operations)
+    try:
+        yield
+    finally:
+        _disabled.clear()
+        _disabled.update(before)
+
+
+def _backend(operation: str, *tensors: Tensor) -> Backend | None:
+    """Return which kernels can take these tensors: Triton's on the current GPU, C's on a CPU, or none."""
+    device, wanted = tensors[0].device, _wanted()
+    if wanted == "0" or operation in _disabled or any(tensor.device != device for tensor in tensors):
+        return None
+    if device.type == "cuda":
+        works = device.index == torch.cuda.current_device() and _triton_works(device.index)  # it launches there
+    else:
+        works = device.type == "cpu" and wanted == "interpret" and find_spec("triton") is not None
+    if works:
+        return "triton" if all(tensor.dtype in _TRITON for tensor in tensors) else None
+    if device.type != "cpu" or wanted != "1" or torch._C._len_torch_dispatch_stack():
+        return None  # nobody may be recording torch's operations, among which C's are none
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return "c" if all(type(tensor) is Tensor and not wrapped(tensor) for tensor in tensors) else None
+
+
+def _wanted() -> str:
     value = os.environ.get("NEUROMANIFOLD_KERNELS", "1")
     if value not in ("0", "1", "interpret"):
         raise ValueError(
@@ -67,9 +260,9 @@ def wish() -> str:
 
 
 @cache
-def works(index: int) -> bool:
-    """Whether Triton works on a GPU: not if it is unwanted or interpreted, nor before Ampere, nor on AMD's."""
-    if wish() == "0" or os.environ.get("TRITON_INTERPRET") == "1" or find_spec("triton") is None:
+def _triton_works(index: int) -> bool:
+    """Return whether Triton works on a GPU: not if it is interpreted, nor before Ampere, nor on AMD's."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or find_spec("triton") is None:
         return False
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (8, 0):
         return False
@@ -80,3 +273,7 @@ def works(index: int) -> bool:
     except Exception:
         return False
     return True
+
+
+def _last_contiguous(values: Tensor) -> Tensor:
+    return values if values.stride(-1) == 1 else values.contiguous()

@@ -267,4 +267,3 @@ def _partner(site: BroadcastSite) -> Tensor | None:
         factor: Tensor = getattr(node, next(saved for saved in _PRODUCTS[name] if saved.startswith("_saved")))
         return factor.detach()
     return None
-

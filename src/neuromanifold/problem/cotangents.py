@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.estimators import Estimator
+from neuromanifold.kernels.values import Probe
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import Found, LateValidation, check_labels, distributions
 
@@ -28,10 +29,11 @@ def cotangents(
 ) -> Iterator[Cotangent]:
     """All cotangents of a batch; at positions that do not count they are zero."""
     core = validation.unchecked(outputs.logits.detach(), outputs.number)
-    if core is not None and estimator.fuses(core):
-        yield from _fused(core, outputs, estimator, generator, validation)
+    probes = None if core is None else estimator.fused(core, generator, outputs.valid)
+    if core is not None and probes is not None:
+        yield from _fused(core, outputs, estimator, probes, validation)
         return
-    core, labels = distributions(outputs, validation, labels=estimator.needs_labels, searched=not estimator.searches)
+    core, labels = distributions(outputs, validation, labels=estimator.needs_labels)
     try:
         noise, sample_noise = _noise(core, outputs, estimator)
         for i, rows in enumerate(estimator.cotangents(core, labels, generator)):
@@ -41,12 +43,12 @@ def cotangents(
 
 
 def _fused(
-    core: Core, outputs: Outputs, estimator: Estimator, generator: torch.Generator, validation: LateValidation
+    core: Core, outputs: Outputs, estimator: Estimator, probes: Iterator[Probe], validation: LateValidation
 ) -> Iterator[Cotangent]:
     """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
     check_labels(core, outputs, wanted=False)
     noise, sample_noise = _noise(core, outputs, estimator)
-    for i, (values, finite) in enumerate(estimator.fused(core, generator, outputs.valid)):
+    for i, (values, finite) in enumerate(probes):
         if i == 0:
             validation.check_later(Found(finite), outputs.number)
         yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)

@@ -73,15 +73,11 @@ class LateValidation:
         self._waiting: tuple[_Answer, Found, int] | None = None  # whether all is good, what was found, in which batch
         self._postponed: list[Found] | None = None
 
-    def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None, *, searched: bool = True) -> Core:
-        """The core of these outputs, of batch `number`; on a GPU, whether labels are classes is read later.
-
-        `searched`: not if that is left to an estimator, on a CPU.
-        """
+    def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
+        """The core of these outputs, of batch `number`; on a GPU, whether labels are classes is read later."""
         core = self.unchecked(rows, number)
         if core is None:
-            likelihood = self.likelihood if searched or self.likelihood is not Categorical else Categorical.unsearched
-            return _named(number, lambda: likelihood(rows))
+            return _named(number, lambda: self.likelihood(rows))
         extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
         self.check_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
@@ -120,12 +116,11 @@ def distributions(
     validation: LateValidation,
     *,
     labels: bool = True,
-    searched: bool = True,
     compact: bool = False,
 ) -> Distributions:
     """The distributions at the positions that count, and their labels: the one place where these are selected.
 
-    `labels`: whether they are wanted.  `searched`: False if the estimator looks for NaN itself.  `compact`: as in
+    `labels`: whether they are wanted.  `compact`: as in
     `Outputs.select`.
     """
     logits = outputs.logits.detach()
@@ -135,7 +130,7 @@ def distributions(
     if targets is not None and targets.ndim == 1 and validation.unchecked(rows, outputs.number) is not None:
         fit = ((targets >= 0) & (targets < classes)).all()  # read later; until then the score must not fail
         targets = targets.clamp(0, classes - 1)
-    core = validation.core(rows, outputs.number, fit, searched=searched)
+    core = validation.core(rows, outputs.number, fit)
     check_labels(core, outputs, labels)
     return Distributions(core, targets)
 

@@ -17,20 +17,19 @@ from pathlib import Path
 
 import torch
 
-from neuromanifold.kernels.dispatch import wish
-
 _FLAGS = ("-O3", "-shared", "-fPIC")
 _THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler knows
 _LIMIT = 60.0  # seconds
 _SEAL = ".digest"
 
 
-def library(source: Path, function: str) -> ctypes.CDLL | None:
-    """A kernel, unless it is unwanted or cannot be had.
+def kernel(source: Path, function: str, threads: int = 1) -> ctypes.CDLL | None:
+    """Return a compiled kernel, or None if it cannot be compiled here, or not be run in so many of torch's threads.
 
-    Its function gets a job, OpenMP's way to run one in several threads, and their number; it tells whether it is done.
+    Its function gets a job, OpenMP's function to run one in several threads, and their number; it returns whether the
+    job is done.
     """
-    return _library(source, function) if wish() == "1" else None
+    return None if threads > 1 and parallel() is None else _library(source, function)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Gradients of single samples, as the kernel for their powers takes them."""
+"""Powers of single samples' gradients in C: tensors as powers.c takes them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,12 @@ class _Job(ctypes.Structure):
     )
 
 
-def takes_powers(values: Sequence[Tensor]) -> bool:
-    """Whether `add_powers` can do these: float32 on a CPU, a compiler, and nobody who records torch's operations."""
-    if any(type(v) is not Tensor or v.device.type != "cpu" or v.dtype != torch.float32 for v in values):
+def add_powers(values: Sequence[Tensor], scale: float, weight: float, squares: Tensor, fourths: Tensor | None) -> bool:
+    """Add powers as `dispatch.add_powers` says; return whether there is a kernel for these gradients."""
+    threads = torch.get_num_threads() if squares.numel() * values[0].shape[0] > _ALONE else 1
+    kernel = build.kernel(SOURCE, "add_powers", threads)
+    if kernel is None or any(gradients.dtype != torch.float32 for gradients in values):
         return False
-    if torch._C._len_torch_dispatch_stack() or build.library(SOURCE, "add_powers") is None:
-        return False
-    return torch.get_num_threads() == 1 or build.parallel() is not None
-
-
-def add_powers(
-    values: Sequence[Tensor], scale: float, weight: float, squares: Tensor, fourths: Tensor | None = None
-) -> None:
-    """For gradients [n, *shape] of some parameters, whose sums stand one after the other.
-
-    Adds Σ_n (g/scale)² to squares, which are float32, and weight Σ_n (g/scale)⁴ to fourths, which are float64.
-    """
     rows = [v.reshape(v.shape[0], v.shape[1:].numel()) for v in values]
     rows = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
     places = accumulate((row.shape[1] for row in rows), initial=0)
@@ -56,7 +46,4 @@ def add_powers(
     parts = (_Part * len(rows))(*found)
     job = _Job(ctypes.addressof(parts), squares.data_ptr(), None if fourths is None else fourths.data_ptr(), len(rows))
     job.N, job.factor, job.weight = rows[0].shape[0], 1 / scale, weight
-    threads = torch.get_num_threads() if squares.numel() * job.N > _ALONE else 1
-    library = build.library(SOURCE, "add_powers")
-    assert library is not None
-    library.add_powers(ctypes.byref(job), build.parallel(), threads)
+    return bool(kernel.add_powers(ctypes.byref(job), build.parallel(), threads))

@@ -35,8 +35,8 @@ struct job {
     const void *logits, *noise; /* [N, C] and [N, 1 + C]: ξ_1, then ξ_2 */
     void *u;                    /* [N, C], to be written */
     uint8_t *left;              /* [N], to be written: whether the row has been left out */
-    size N, C, wide, signs;     /* wide: numbers are double, else float; signs: noise is int8, 0 for -1 */
-    size next, ties, bad;       /* row that nobody has begun; how many are tied; or have NaN, or no possible class */
+    size N, C, wide;            /* wide: numbers are double, else float */
+    size next, skipped;         /* row that nobody has begun; how many rows have been left out */
 };
 
 static double sum(vector values)
@@ -118,23 +118,21 @@ static int softmax(const struct job *job, size n, double *p)
 
 static double noise_at(const struct job *job, size i)
 {
-    if (job->signs) return 2 * ((const int8_t *)job->noise)[i] - 1;
     return job->wide ? ((const double *)job->noise)[i] : ((const float *)job->noise)[i];
 }
 
-enum { DONE, TIED, BAD };
-
+/* Whether the row could be done. */
 static int probe_row(const struct job *job, size n, double *memory)
 {
     const size C = job->C, padded = (C + LANES - 1) / LANES * LANES;
     double *r = memory, *room = r + padded, *p = room + padded, *normal = p + padded, *v = normal + padded;
     double *rest = v + padded; /* S ξ_2 */
     const double tiny = job->wide ? DBL_MIN : FLT_MIN; /* smaller numbers have no relative accuracy left */
-    if (!softmax(job, n, p)) return BAD;
+    if (!softmax(job, n, p)) return 0;
     for (size i = 0; i < C; i++) normal[i] = p[i] < tiny ? 0 : p[i];
     size a;
     const double value = leading(normal, C, &a, (vector *)r, (vector *)room, v);
-    if (value < 0) return TIED;
+    if (value < 0) return 0;
 
     double total = 0, others = 0, along = 0, square = 0;
     for (size i = 0; i < C; i++) total += rest[i] = sqrt(p[i]) * noise_at(job, n * (C + 1) + 1 + i);
@@ -150,7 +148,7 @@ static int probe_row(const struct job *job, size n, double *memory)
         if (job->wide) ((double *)job->u)[n * C + i] = u;
         else ((float *)job->u)[n * C + i] = (float)u;
     }
-    return DONE;
+    return 1;
 }
 
 static void probe_rows(void *given)
@@ -163,9 +161,8 @@ static void probe_rows(void *given)
         const size start = __atomic_fetch_add(&job->next, ROWS, __ATOMIC_RELAXED);
         if (start >= job->N) break;
         for (size n = start; n < start + ROWS && n < job->N; n++) {
-            const int found = probe_row(job, n, memory);
-            job->left[n] = found != DONE;
-            if (found != DONE) __atomic_fetch_add(found == TIED ? &job->ties : &job->bad, 1, __ATOMIC_RELAXED);
+            job->left[n] = !probe_row(job, n, memory);
+            if (job->left[n]) __atomic_fetch_add(&job->skipped, 1, __ATOMIC_RELAXED);
         }
     }
     free(memory);
@@ -174,7 +171,7 @@ static void probe_rows(void *given)
 /* Whether it has been done: there may be no memory.  `parallel` is OpenMP's, of the library that torch has loaded. */
 int probe(struct job *job, void (*parallel)(void (*)(void *), void *, unsigned, unsigned), unsigned threads)
 {
-    job->next = job->ties = job->bad = 0;
+    job->next = job->skipped = 0;
     if (parallel && threads > 1) parallel(probe_rows, job, threads, 0);
     else probe_rows(job);
     return job->next >= job->N;

@@ -10,15 +10,13 @@ import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuromanifold.kernels.c import build
-
-if TYPE_CHECKING:
-    from neuromanifold.persample.gradients.base import Accumulators
+from neuromanifold.kernels.values import Accumulators, Windows
 
 SOURCE = Path(__file__).with_name("square.c")
 LEAST = 2**18  # multiplications: for less, nothing need be compiled
@@ -76,11 +74,8 @@ class _Sizes(NamedTuple):
 
 
 def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bool:
-    """Squares and fourth powers of Σ_t left[n, t, :] ⊗ right[n, t, :], to sums [g·o, c]; whether it has been done.
-
-    left [n, t, o] and right [n, t, c], or [n, g, t, ...], with any strides.
-    """
-    if not _suit(left, right, to):
+    """Do what `dispatch.add_squares_of_products` says, for left and right in float32 with any strides."""
+    if not _float32(left, right, to):
         return False
     if left.ndim == 3:
         left, right = left[:, None], right[:, None]
@@ -91,45 +86,34 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bo
     return _run(one, other, to, sizes, lambda: _of_products(positions, *strides))
 
 
-def add_squares_of_convolution(
-    slid: Tensor,
-    fixed: Tensor,
-    to: Accumulators,
-    *,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-) -> bool:
-    """The same of windows of slid [n, g·c, *space] times what fixed [n, g·o, *windows] has there: [g·o, c, *kernel]."""
-    if not _suit(slid, fixed, to):
+def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
+    """Add squares of windows of slid [n, g·c, *space] times fixed [n, g·o, *positions] to sums [g·o, c, *kernel]."""
+    if not _float32(slid, fixed, to):
         return False
-    windows, rows, channels = tuple(fixed.shape[2:]), fixed.shape[1] // groups, slid.shape[1] // groups
-    sizes = _Sizes(fixed.shape[0], groups, prod(windows), rows, channels, prod(kernel))
+    kernel, stride, padding, dilation, groups = windows
+    positions, rows, channels = tuple(fixed.shape[2:]), fixed.shape[1] // groups, slid.shape[1] // groups
+    sizes = _Sizes(fixed.shape[0], groups, prod(positions), rows, channels, prod(kernel))
     left = _Side(fixed, fixed.stride(0), rows * fixed.stride(1), fixed.stride(1))
     right = _Side(slid, slid.stride(0), channels * slid.stride(1), slid.stride(1))
     options = (kernel, stride, padding, dilation, slid.stride()[2:], fixed.stride()[2:])
-    return _run(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), windows, *options))
+    return _run(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), positions, *options))
 
 
-def _suit(left: Tensor, right: Tensor, to: Accumulators) -> bool:
-    """float32 on a CPU, sums contiguous; and nobody who records torch's operations, among which this is none."""
+def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+    """Return whether everything is float32, and the sums contiguous."""
     sums = [to.squares] if to.fourths is None else [to.squares, to.fourths]
-    if torch._C._len_torch_dispatch_stack() or any(type(tensor) is not Tensor for tensor in (left, right)):
-        return False
-    if any(tensor.device.type != "cpu" or tensor.dtype != torch.float32 for tensor in (left, right, *sums)):
-        return False
-    return all(tensor.is_contiguous() for tensor in sums)
+    single = all(tensor.dtype == torch.float32 for tensor in (left, right, *sums))
+    return single and all(tensor.is_contiguous() for tensor in sums)
 
 
 def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
     if prod(sizes) < LEAST:
         return False
-    threads, library = torch.get_num_threads(), build.library(SOURCE, "add_squares")
-    if library is None or (threads > 1 and build.parallel() is None):
+    threads = torch.get_num_threads()
+    kernel = build.kernel(SOURCE, "add_squares", threads)
+    if kernel is None:
         return False
-    tile = (ctypes.c_int64.in_dll(library, name).value for name in ("rows_of_a_tile", "width_of_a_tile"))
+    tile = (ctypes.c_int64.in_dll(kernel, name).value for name in ("rows_of_a_tile", "width_of_a_tile"))
     block = _blocks(sizes, threads, *tile)
     if block is None:
         return False
@@ -141,7 +125,7 @@ def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: 
     square_factor, fourth_factor, factor = to.kernel_factors
     factors = (factor, square_factor, fourth_factor)
     job = _Job(*pointers, *sizes, pixels, *left.strides, *right.strides, *block, *factors)
-    return bool(library.add_squares(ctypes.byref(job), build.parallel(), threads))
+    return bool(kernel.add_squares(ctypes.byref(job), build.parallel(), threads))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

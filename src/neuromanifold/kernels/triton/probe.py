@@ -17,8 +17,8 @@ The secular equation, with r_i = p_i/p_b, δ = p_b/p_a, λ = p_b (1 + x) and x =
 
     (1 - δ(1 + x)) Σ_{i≠a} r_i/(x + 1 - r_i) = 1,    1 <= v <= Σ r_i,    w_a ∝ √δ v,   w_i ∝ -√r_i x/(x + 1 - r_i).
 
-A step models the sum by A + s/x with its value and slope, which makes a quadratic equation for v (cf. `core.spectrum`);
-it is exact for two classes.  The start is the root for two points: b, and the others at the mean of r weighted by r.
+A step models the sum by A + s/x with its value and slope, which makes a quadratic equation for v (`probing`); it is
+exact for two classes.  The start is the root for two points: b, and the others at the mean of r weighted by r.
 Over random problems with 3 <= C <= 50,000 the angle between w and the exact one is some 1e-6 after one step, below 2e-3
 in 99 %, and below 1e-5 after two, unless classes are nearly tied, where w is not well determined; exact ties are kept
 apart by a gap of 1e-6.
@@ -34,14 +34,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.kernels.dispatch import Probe, buffers
-from neuromanifold.kernels.triton.signs import random_words, sign
+from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, sign
+from neuromanifold.kernels.values import Probe
 
 LARGEST_BLOCK = 4096
 """Columns that are worked on at once; rows up to this length stay in the innermost cache."""
 
 
-def probe(
+def hutchinson_probe(
     logits: Tensor, deflate: bool, scale: float, generator: torch.Generator, counts: Tensor | None = None
 ) -> Probe:
     """scale · S η at logits [..., C] in float32, bfloat16 or float16; the host does not wait for the device.
@@ -223,6 +223,4 @@ def _root(z_row, column, counted, classes, likely, base):
 def _step(s, A, delta, gap, most):
     """The positive root of δv² + βv - s = 0 with β = 1 - (1-δ)A - δs, in the interval that it must lie in."""
     beta = 1.0 - gap * A - delta * s
-    q = tl.sqrt(beta * beta + 4.0 * delta * s)
-    v = tl.where(beta > 0.0, 2.0 * s / (beta + q), (q - beta) / (2.0 * delta))
-    return tl.minimum(tl.maximum(v, 1.0), most)
+    return tl.minimum(tl.maximum(positive_root(delta, beta, s), 1.0), most)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels import c as native
+from neuromanifold.kernels import dispatch
 
 # A parameter with more numbers for all samples together is not small; so many layouts are kept before they are merged.
 LIMIT, _LAYOUTS = 2**20, 8
@@ -70,40 +70,33 @@ class SmallSums:
             text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
             raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
         layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
-        if native.takes_powers([entry.values for entry in waiting.values()]):
-            self._add_natively(layout, list(waiting.values()))
-            return
-        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v, *_ in waiting.values()], 1)  # [n, all]
+        gradients = [entry.values for entry in waiting.values()]
         _, scale, noise, _ = next(iter(waiting.values()))
+        line = self._line(layout, gradients[0], bool(noise))
+        if dispatch.add_powers(gradients, scale, noise, line.squares, line.fourths if noise else None):
+            return
+        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v in gradients], 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
-        line = _Line(squares.sum(0))
-        if noise:
-            line.fourths = _sum_of_squares(squares).mul_(noise)
-        self._keep(layout, line)
+        line.squares += squares.sum(0)
+        if noise and line.fourths is not None:
+            line.fourths += _sum_of_squares(squares).mul_(noise)
 
-    def _add_natively(self, layout: Layout, entries: list[_Entry]) -> None:
-        """To the sums as they are; a new line has to be kept."""
-        kept, size = self._lines.get(layout), sum(shape.numel() for _, shape in layout)
-        line = _Line(torch.zeros(size, dtype=torch.float32, device="cpu")) if kept is None else kept
-        _, scale, noise, _ = entries[0]
-        if noise and line.fourths is None:
-            line.fourths = torch.zeros(size, dtype=torch.float64, device="cpu")
-        native.add_powers([e.values for e in entries], scale, noise, line.squares, line.fourths if noise else None)
-        if kept is None:
-            self._keep(layout, line)
-
-    def _keep(self, layout: Layout, line: _Line) -> None:
-        kept = self._lines.setdefault(layout, line)
-        if kept is not line:
-            kept.squares += line.squares
-            kept.fourths = line.fourths if kept.fourths is None else _plus(kept.fourths, line.fourths)
-        if sum(len(layout) > 1 for layout in self._lines) > _LAYOUTS:  # each batch uses other parameters
-            self.moves += 1
-            squares, fourths = self.squares(), self.fourths()
+    def _line(self, layout: Layout, like: Tensor, fourths: bool) -> _Line:
+        """The sums of these parameters, zeros if they are new; merged by parameter where layouts have become many."""
+        if layout not in self._lines and sum(len(known) > 1 for known in self._lines) >= _LAYOUTS:
+            self.moves += 1  # each batch uses other parameters
+            squares, sums = self.squares(), self.fourths()
             self._lines = {
-                ((i, value.shape),): _Line(value.flatten(), fourths[i].flatten() if i in fourths else None)
+                ((i, value.shape),): _Line(value.flatten(), sums[i].flatten() if i in sums else None)
                 for i, value in squares.items()
             }
+        size = sum(shape.numel() for _, shape in layout)
+        if layout not in self._lines:
+            self._lines[layout] = _Line(like.new_zeros(size))
+        line = self._lines[layout]
+        if fourths and line.fourths is None:
+            line.fourths = like.new_zeros(size, dtype=torch.float64)
+        return line
 
     def forget(self) -> None:
         """Drop what has been taken and not yet added."""

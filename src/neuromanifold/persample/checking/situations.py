@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.persample.checking.inputs import Inputs
 from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.checking.inputs import Inputs
 from neuromanifold.persample.gradients import Form
 
 

@@ -13,15 +13,8 @@ Letters: n sample, t position, o/i out/in features.
 
 from __future__ import annotations
 
-from neuromanifold.persample.gradients.base import (
-    BOUND,
-    Accumulators,
-    Dense,
-    Form,
-    root_mean_square,
-    row_limit,
-    tile_size,
-)
+from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.persample.gradients.base import Dense, Form, root_mean_square, row_limit, tile_size
 from neuromanifold.persample.gradients.products import Product, SquaredProduct
 from neuromanifold.persample.gradients.rows import Rows
 from neuromanifold.persample.gradients.totals import Sum, add

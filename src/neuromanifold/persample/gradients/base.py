@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
+from neuromanifold.kernels.values import Accumulators
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
-
-
-BOUND = 2.0**60
-"""Of squares in the unit of the fourth powers, whose sum would overflow otherwise."""
-
-
-class Accumulators(NamedTuple):
-    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
-
-    squares: Tensor
-    fourths: Tensor | None = None
-    unit: float = 1.0
-    weight: float = 1.0  # of these fourth powers
-    scale: float = 1.0  # the gradients are so many times too large
-
-    @property
-    def factor(self) -> float:
-        """What gradients are multiplied by before they are squared."""
-        return 1 / (self.scale * self.unit)
-
-    @property
-    def kernel_factors(self) -> tuple[float, float, float]:
-        """What squares, fourth powers, and gradients before they are squared, are multiplied by."""
-        return self.unit**2, self.weight, self.factor
-
-    def narrow(self, start: int, stop: int) -> Accumulators:
-        """Those of some rows of the parameter."""
-        return self._with(lambda tensor: tensor[start:stop])
-
-    def view(self, *shape: int) -> Accumulators:
-        """The same numbers in another shape."""
-        return self if self.squares.shape == shape else self._with(lambda tensor: tensor.view(shape))
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Accumulators:
-        fourths = None if self.fourths is None else change(self.fourths)
-        return self._replace(squares=change(self.squares), fourths=fourths)
-
-    def add(self, gradients: Tensor) -> None:
-        """Take gradients [n, *shape], already multiplied by `factor`; they are overwritten."""
-        if len(gradients) == 1:
-            one = gradients[0]
-            self.squares.addcmul_(one, one, value=self.unit**2)
-            if self.fourths is not None:
-                one.mul_(one).clamp_(max=BOUND)
-                self.fourths.addcmul_(one, one, value=self.weight)
-            return
-        squares = gradients.mul_(gradients)
-        self.squares.add_(squares.sum(0), alpha=self.unit**2)
-        if self.fourths is not None:
-            self.fourths.add_(squares.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
 
 
 class Form(ABC):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels import c as native
-from neuromanifold.kernels import triton as kernels
-from neuromanifold.persample.gradients.base import BOUND, Accumulators, Form, root_mean_square, row_limit, tile_size
+from neuromanifold.kernels import dispatch
+from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.persample.gradients.base import Form, root_mean_square, row_limit, tile_size
 
 
 @dataclass
@@ -62,11 +62,7 @@ class Product(Form):
         if self.single:
             squares = (self.left[:, 0].to(dtype) * to.factor).square_()
             add_product_of_squares(squares, None, self.right[:, 0].to(dtype), flat)
-        elif self.fits_kernel:
-            self.add_squares_by_kernel(flat)
-        elif self.device.type != "cpu" or not native.add_squares_of_products(
-            self.left.to(dtype), self.right.to(dtype), flat
-        ):
+        elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 
     def _add_squares_by_tiles(self, to: Accumulators) -> None:
@@ -91,35 +87,6 @@ class Product(Form):
                 tile = buffer[:, : min(rows, outs - start)]
                 torch.mm(left[:, start : start + rows].T, right, out=tile[0])
                 to.narrow(start, start + rows).add(tile)
-
-    @property
-    def fits_kernel(self) -> bool:
-        """Whether one kernel can multiply, square and add."""
-        return self.left.ndim == 3 and kernels.suit(self.left, self.right)
-
-    def add_squares_by_kernel(self, to: Accumulators, skip: Tensor | None = None) -> None:
-        """On a GPU, no sample's product is ever written to memory.  `skip` [n, o] marks rows that do not count.
-
-        Numbers of half precision are multiplied as they are; if only one side has it (autocast), the layer has worked
-        with the other one rounded to it, too.
-        """
-        from neuromanifold.kernels.triton.pack import pack  # needs Triton
-        from neuromanifold.kernels.triton.product import add_squares_of_products
-
-        left, right = _last_contiguous(self.left), _last_contiguous(self.right)
-        if left.dtype != right.dtype:
-            dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
-            left, right = left.to(dtype), right.to(dtype)
-        packs = left.dtype == torch.float32 and kernels.tf32_products()
-        add_squares_of_products(
-            pack(left) if packs else left,
-            pack(right) if packs else right,
-            to.squares,
-            to.fourths,
-            factors=to.kernel_factors,
-            skip=skip,
-            deterministic=kernels.deterministic(),
-        )
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else by tiles."""
@@ -203,7 +170,3 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, t
     if to.fourths is not None:
         left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
         to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
-
-
-def _last_contiguous(values: Tensor) -> Tensor:
-    return values if values.stride(-1) == 1 else values.contiguous()

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels import triton as kernels
-from neuromanifold.persample.gradients.base import BOUND, Accumulators, Form, root_mean_square
+from neuromanifold.kernels import dispatch
+from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.persample.gradients.base import Form, root_mean_square
 
 
 @dataclass
@@ -47,11 +48,7 @@ class Rows(Form):
 
     def add_squares(self, to: Accumulators) -> None:
         """Add up what a sample has for a row, square, and add to the row; nothing for rows that a sample lacks."""
-        if kernels.suit(self.values) and not kernels.deterministic():
-            from neuromanifold.kernels.triton.rows import add_squares_of_rows  # needs Triton
-
-            values = self.values if self.values.stride(-1) == 1 else self.values.contiguous()
-            add_squares_of_rows(values, self.ids.contiguous(), to.squares, to.fourths, to.kernel_factors)
+        if dispatch.add_squares_of_rows(self.values, self.ids, to):
             return
         sums, rows, _ = self._touched(to.squares.dtype)
         squares = sums.mul_(to.factor).square_()

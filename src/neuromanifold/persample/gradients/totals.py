@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels import triton as kernels
-from neuromanifold.persample.gradients.base import BOUND, Accumulators, Dense, Form
+from neuromanifold.kernels import dispatch
+from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.persample.gradients.base import Dense, Form
 from neuromanifold.persample.gradients.products import Product
 from neuromanifold.persample.gradients.rows import Rows
 
@@ -53,13 +54,11 @@ class Tied(Sum):
     rows: Rows
 
     def add_squares(self, to: Accumulators) -> None:
-        """By kernels, rows that a sample looks up are left out of the product's squares and done on their own."""
-        if not (self.product.fits_kernel and kernels.suit(self.rows.values)):
+        """Add the product's squares without the rows that a sample looks up, if a kernel can, and then those rows'."""
+        ids, left, right = self.rows.ids, self.product.left, self.product.right
+        if not dispatch.add_squares_of_products(left, right, to, skip=ids):
             super().add_squares(to)
             return
-        ids, left, right = self.rows.ids, self.product.left, self.product.right
-        looked_up = torch.zeros(self.samples, self.rows.rows, dtype=torch.uint8, device=self.device)
-        self.product.add_squares_by_kernel(to, skip=looked_up.scatter_(1, ids, 1))
         same = ids[:, :, None] == ids[:, None, :]  # [n, s, s]
         again = (same & torch.ones_like(same[0]).tril(-1)).any(-1)  # [n, s]  the row has been looked up before
         left_there = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1)).float()  # [n, t, s]

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuromanifold.kernels import c as native
-from neuromanifold.kernels import triton as kernels
+from neuromanifold.kernels import dispatch
+from neuromanifold.kernels.values import Windows
 from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
 from neuromanifold.persample.rules.normalisation import sum_over
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule
 
 _FEW = 100  # positions
-_THIN = 8  # a group with so few pairs of channels is not worth a product of matrices
 
 
 @dataclass
 class Convolution(Form):
     """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
 
-    One kernel does it all: on a CPU if it can be compiled, on a GPU if there is one row m for each sample.  Else, on a
-    CPU, each sample's is an ordinary weight gradient, and samples are groups where several of them make a tile: the
-    arithmetic of an ordinary backward.  For small images, windows are written out for a few samples at a time and
-    multiplied.
+    One kernel does it all where there is one.  Else, on a CPU, each sample's is an ordinary weight gradient; samples
+    become groups where several of them make a tile: the arithmetic of an ordinary backward.  For small images, windows
+    are written out for a few samples at a time and multiplied.
     """
 
     x: Tensor
@@ -84,11 +81,9 @@ class Convolution(Form):
     def add_squares(self, to: Accumulators) -> None:
         """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
         size = self.shape.numel()
-        if self.fits_kernel:
-            self._add_squares_by_kernel(to.view(self.shape[0], self.shape[1:].numel()))
-        elif self._add_squares_natively(to):
+        if dispatch.add_squares_of_convolution(*self.slid_and_fixed, to, self.windows):
             return
-        elif self._by_windows:
+        if self._by_windows:
             for start, stop in self._pieces_of_windows():
                 self._product(start, stop).add_squares(to)
         elif size <= row_limit(self.device) or self.groups > 1:
@@ -97,60 +92,14 @@ class Convolution(Form):
             self._add_squares_by_rows(to)
 
     @property
-    def fits_kernel(self) -> bool:
-        """Whether a kernel can do it."""
-        return self.x.shape[1] == 1 and kernels.suit(self.x, self.g)
-
-    @property
     def slid_and_fixed(self) -> tuple[Tensor, Tensor]:
-        """[n, c, *space]: what windows are taken of (a transposed one's output), and what they are multiplied by."""
-        x, g = self.x[:, 0], self.g[:, 0]
-        return (g, x) if self.transposed else (x, g)
+        """What windows are taken of, [n, m, c, *space] (a transposed one's output), and what multiplies them."""
+        return (self.g, self.x) if self.transposed else (self.x, self.g)
 
     @property
-    def _options(self) -> dict[str, Any]:
-        kernel = self.shape[2:]
-        return {"kernel": kernel, "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-
-    def _add_squares_by_kernel(self, to: Accumulators) -> None:
-        """Tiles of the weight, squared in registers."""
-        from neuromanifold.kernels.triton.convolution import add_squares  # needs Triton
-
-        slid, fixed = self.slid_and_fixed
-        add_squares(
-            slid,
-            fixed,
-            to.squares,
-            to.fourths,
-            **self._options,
-            padding=self.padding,
-            factors=to.kernel_factors,
-            tf32=kernels.tf32_convolutions(),
-            deterministic=kernels.deterministic(),
-        )
-
-    def _add_squares_natively(self, to: Accumulators) -> bool:
-        """On a CPU, windows are read off the image; the rows m are one more of its dimensions.  Whether it was done."""
-        if self.device.type != "cpu":
-            return False
-        x, g = (image.transpose(1, 2).to(to.squares.dtype) for image in (self.x, self.g))  # [n, c, m, *space]
-        return native.add_squares_of_convolution(
-            *((g, x) if self.transposed else (x, g)),
-            to,
-            kernel=(1, *self.shape[2:]),
-            stride=(1, *self.stride),
-            padding=(0, *self.padding),
-            dilation=(1, *self.dilation),
-            groups=self.groups,
-        )
-
-    def dense(self) -> Tensor:
-        """By a kernel, all gradients [n, *shape]: for depthwise convolutions, whose weights are small."""
-        from neuromanifold.kernels.triton.depthwise import gradients  # needs Triton
-
-        slid, fixed = self.slid_and_fixed
-        found = gradients(_pad(slid, self.padding), fixed.contiguous(), **self._options)
-        return found.view(self.samples, *self.shape)
+    def windows(self) -> Windows:
+        """The geometry, as kernels take it."""
+        return Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
 
     def _add_squares_by_rows(self, to: Accumulators) -> None:
         dtype, rows = to.squares.dtype, max(1, row_limit(self.device) // self.shape[1:].numel())
@@ -196,8 +145,7 @@ class Convolution(Form):
 
     def _product(self, start: int, stop: int) -> Product:
         """The same with windows written out; the transposed one slides over its output."""
-        slid, fixed = (self.g, self.x) if self.transposed else (self.x, self.g)
-        slid, fixed = slid[start:stop], fixed[start:stop]
+        slid, fixed = (side[start:stop] for side in self.slid_and_fixed)
         n, m = slid.shape[:2]
         space = fixed.shape[3:]
         slid = _pad(slid.flatten(0, 1), self.padding)
@@ -236,8 +184,8 @@ def convolution(call: Call) -> dict[str, Form]:
         x, padding = _padded(module, x)
         options = (tuple(module.stride), padding, tuple(module.dilation), module.transposed, module.groups)
         weight = Convolution(x, g, module.weight.shape, *options)
-        depthwise = module.groups > 1 and module.weight.shape[1] * module.weight.shape[0] // module.groups <= _THIN
-        found["weight"] = Dense(weight.dense()) if depthwise and weight.fits_kernel else weight
+        dense = dispatch.depthwise_gradients(*weight.slid_and_fixed, weight.windows)
+        found["weight"] = weight if dense is None else Dense(dense.view(weight.samples, *weight.shape))
     if "bias" in call.wanted:
         found["bias"] = Dense(sum_over(g, (1, *range(3, g.ndim))))
     return found

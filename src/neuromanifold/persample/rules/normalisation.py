@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuromanifold.kernels import triton as kernels
+from neuromanifold.kernels import dispatch
 from neuromanifold.persample.gradients import Dense, Form
 from neuromanifold.persample.rules.registry import Call, rule
 
@@ -16,9 +16,10 @@ def layer_norm(call: Call) -> dict[str, Form]:
     """x̂ over the last dimensions; the scale has their shape."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
-    if len(module.normalized_shape) == 1 and _suits_kernel(call):
-        return _by_kernel(call, module.eps, centred=True)
     over = len(module.normalized_shape)
+    sums = dispatch.feature_norm_sums(call.x, call.g, module.eps, centred=True) if over == 1 else None
+    if sums is not None:
+        return _wanted(call, *sums)
 
     def normalised() -> Tensor:
         return functional.layer_norm(_input(call), module.normalized_shape, None, None, module.eps)
@@ -31,10 +32,11 @@ def rms_norm(call: Call) -> dict[str, Form]:
     """As above without the mean."""
     module = call.module
     assert isinstance(module, nn.RMSNorm)
-    if len(module.normalized_shape) == 1 and _suits_kernel(call):
-        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's own, in half precision too
-        return _by_kernel(call, eps, centred=False)
     over = len(module.normalized_shape)
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's own, in half precision too
+    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=False) if over == 1 else None
+    if sums is not None:
+        return _wanted(call, *sums)
 
     def normalised() -> Tensor:
         return functional.rms_norm(_input(call), list(module.normalized_shape), None, module.eps)
@@ -69,12 +71,10 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.modules.batchnorm._NormBase)
     mean, variance = module.running_mean, module.running_var
-    if mean is not None and variance is not None and kernels.suit(call.x, call.g, mean, variance):
-        from neuromanifold.kernels.triton.norms import channel_norm_sums  # needs Triton
-
-        x, g = (values.contiguous() for values in (call.x, call.g))
-        x, g = (values.flatten(2) if values.ndim > 2 else values[..., None] for values in (x, g))
-        return _wanted(call, *channel_norm_sums(x, g, mean, variance, module.eps))
+    if mean is not None and variance is not None:
+        sums = dispatch.channel_norm_sums(call.x, call.g, mean, variance, module.eps)
+        if sums is not None:
+            return _wanted(call, *sums)
 
     def normalised() -> Tensor:
         x = _input(call)
@@ -85,22 +85,6 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
         return (x - mean.to(x.dtype).view(shape)) * scale.view(shape)
 
     return _scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
-
-
-def _suits_kernel(call: Call) -> bool:
-    if not kernels.suit(call.x, call.g):
-        return False
-    from neuromanifold.kernels.triton.norms import fits_feature_norm  # needs Triton
-
-    return fits_feature_norm(call.x, call.g)
-
-
-def _by_kernel(call: Call, eps: float, *, centred: bool) -> dict[str, Form]:
-    """x̂ over the last dimension, multiplied and summed in one reading of both tensors."""
-    from neuromanifold.kernels.triton.norms import feature_norm_sums
-
-    x, g = (values.reshape(values.shape[0], -1, values.shape[-1]) for values in (call.x, call.g))
-    return _wanted(call, *feature_norm_sums(x, g, eps, centred=centred))
 
 
 def _wanted(call: Call, scale: Tensor, shift: Tensor) -> dict[str, Form]:

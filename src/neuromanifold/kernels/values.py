@@ -1,0 +1,81 @@
+"""What kernels add to and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+BOUND = 2.0**60
+"""Largest square, in the unit of the fourth powers: the sum of their squares would overflow otherwise."""
+
+
+class Accumulators(NamedTuple):
+    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
+
+    squares: Tensor
+    fourths: Tensor | None = None
+    unit: float = 1.0
+    weight: float = 1.0  # of these fourth powers
+    scale: float = 1.0  # the gradients are so many times too large
+
+    @property
+    def factor(self) -> float:
+        """Factor for gradients before they are squared."""
+        return 1 / (self.scale * self.unit)
+
+    @property
+    def kernel_factors(self) -> tuple[float, float, float]:
+        """Factors for squares, for fourth powers, and for gradients before they are squared."""
+        return self.unit**2, self.weight, self.factor
+
+    def narrow(self, start: int, stop: int) -> Accumulators:
+        """Return views of the rows `start` to `stop - 1` of the parameter."""
+        return self._with(lambda tensor: tensor[start:stop])
+
+    def view(self, *shape: int) -> Accumulators:
+        """Return the same memory in another shape."""
+        return self if self.squares.shape == shape else self._with(lambda tensor: tensor.view(shape))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Accumulators:
+        fourths = None if self.fourths is None else change(self.fourths)
+        return self._replace(squares=change(self.squares), fourths=fourths)
+
+    def add(self, gradients: Tensor) -> None:
+        """Add the squares of gradients [n, *shape], already multiplied by `factor`; they are overwritten."""
+        if len(gradients) == 1:
+            one = gradients[0]
+            self.squares.addcmul_(one, one, value=self.unit**2)
+            if self.fourths is not None:
+                one.mul_(one).clamp_(max=BOUND)
+                self.fourths.addcmul_(one, one, value=self.weight)
+            return
+        squares = gradients.mul_(gradients)
+        self.squares.add_(squares.sum(0), alpha=self.unit**2)
+        if self.fourths is not None:
+            self.fourths.add_(squares.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
+
+
+class Probe(NamedTuple):
+    """A cotangent for every row of logits, and which rows could be evaluated."""
+
+    cotangent: Tensor  # [..., C]
+    finite: Tensor  # [...] bool  False: NaN, +inf, or no possible class
+
+
+class Deflated(NamedTuple):
+    """A deflated probe for each distribution, but for those that are left to torch: tied at the top, or not finite."""
+
+    cotangent: Tensor  # [..., C]
+    left_out: Tensor | None  # [...] bool; None: there are none
+
+
+class Windows(NamedTuple):
+    """Geometry of a convolution: one number for each dimension of space, and the groups of channels."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
