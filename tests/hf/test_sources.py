@@ -92,6 +92,8 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_labels_of_json_may_be_numbers_and_names(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets refuses columns of two kinds")
     path = write_jsonl(tmp_path / "t.jsonl", {"text": ["good", "bad", "dull"], "label": [1, "negative", "1"]})
     collate = load_data(str(path), loaded("text")).collate  # type: ignore[union-attr]
     assert collate([0, 1, 2])["labels"].tolist() == [1, 0, 1]  # type: ignore[call-overload]

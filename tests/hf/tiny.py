@@ -18,7 +18,7 @@ SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 LABELS = {"negative": 0, "positive": 1}
 
 
-def save_tokenizer(folder: Path, decoder: bool = False) -> None:
+def save_tokenizer(folder: Path, decoder: bool = False, pair_ids: bool = True) -> None:
     """Words, and pieces of words ("##s"); a decoder's has no classifier token and nothing to pad with."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -34,7 +34,7 @@ def save_tokenizer(folder: Path, decoder: bool = False) -> None:
             single="[CLS] $A [SEP]", pair=pairs, special_tokens=special
         )
         names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
-        names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        names["model_input_names"] = ["input_ids", *(["token_type_ids"] if pair_ids else []), "attention_mask"]
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **names)
     fast.save_pretrained(folder)
 
@@ -79,7 +79,7 @@ def _t5(folder: Path) -> Path:
         vocab_size=_vocabulary(), d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0,
         eos_token_id=3, tie_word_embeddings=False,
     )  # fmt: skip
-    save_tokenizer(folder)
+    save_tokenizer(folder, pair_ids=False)
     return _save(transformers.T5ForConditionalGeneration(config), folder)
 
 

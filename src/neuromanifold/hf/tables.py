@@ -109,12 +109,12 @@ def _read_file(path: Path, suffix: str) -> Table:
     options: dict[str, Any] = {}
     if BUILDERS[suffix] == "csv":  # every cell as the text it is: "007", "NA" and "null" are not numbers or missing
         options = {"sep": "\t" if suffix == ".tsv" else ",", "keep_default_na": False, "index_col": False}
-        options["features"] = _strings(_header(path, options["sep"]))
+        options["features"] = _string_features(path, options["sep"])
     return _as_table(_load_files(BUILDERS[suffix], path, **options), str(path))
 
 
-def _header(path: Path, separator: str) -> list[str]:
-    pandas = require("pandas", "hf", "A table")
+def _string_features(path: Path, separator: str) -> Any:
+    datasets, pandas = require("datasets", "hf", "A table"), require("pandas", "hf", "A table")
     try:
         head = pandas.read_csv(path, sep=separator, header=None, nrows=1, dtype=str, keep_default_na=False)
     except (ValueError, OSError) as error:  # among them UnicodeDecodeError and those of pandas
@@ -123,7 +123,7 @@ def _header(path: Path, separator: str) -> list[str]:
     doubled = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if doubled is not None:
         raise LoadError(f"Column {doubled!r} occurs twice in {path}. Rename one of them.")
-    return names
+    return datasets.Features({name: datasets.Value("string") for name in names})
 
 
 def _read_folder(path: Path, split: str, media: str) -> Table:
@@ -136,16 +136,18 @@ def _read_folder(path: Path, split: str, media: str) -> Table:
         path, name = path / split, f"{path} {split}"
     elif split != "train":
         raise LoadError(f"{path} has no split {split!r}: expected a folder {path / split}. Leave --split out.")
-    files = [file for file in path.rglob("*") if file.suffix.lower() in MEDIA[media]]
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in MEDIA[media])
     if not files:
         raise LoadError(f"No {media} files found in {path}: expected files {', '.join(MEDIA[media])}.")
     if any(path.rglob("metadata.*")):  # a table beside the files, with labels and more
         return _as_table(_load_files(f"{media}folder", path, "/**"), name)
-    labelled = all(len(file.relative_to(path).parts) == 2 for file in files)
-    columns = [media, "label"] if labelled else [media]  # paths, so that nothing is decoded, and names of folders
-    dataset = _load_files(f"{media}folder", path, "/**", _strings(columns), drop_labels=not labelled)
-    classes = sorted({file.parent.name for file in files} if labelled else ())
+    # Listed here: the folder builders of `datasets` take a second per thousand files, and that of audio torchcodec.
+    columns = {media: [str(file) for file in files]}
+    if all(len(file.relative_to(path).parts) == 2 for file in files):
+        columns["label"] = [file.parent.name for file in files]
+    classes = sorted(set(columns.get("label", ())))
     numbered = all(entry.isdecimal() for entry in classes)  # folders 0, 1, ... are the model's classes
+    dataset = require("datasets", "hf", f"A folder of {media} files").Dataset.from_dict(columns)
     return replace(_as_table(dataset, name), class_names={} if numbered else {"label": classes})
 
 
@@ -161,20 +163,10 @@ def _from_disk(path: Path, split: str) -> Any:
     return splits[split]
 
 
-def _strings(columns: list[str]) -> Any:
-    datasets = require("datasets", "hf", "A table or folder")
-    return datasets.Features({column: datasets.Value("string") for column in columns})
-
-
-def _load_files(builder: str, path: Path, pattern: str = "", features: Any = None, **options: Any) -> Any:
+def _load_files(builder: str, path: Path, pattern: str = "", **options: Any) -> Any:
     """Read local files into memory by one of datasets' builders; nothing stays in its cache, which could be stale."""
     datasets, pandas = require("datasets", "hf", "A table or folder"), require("pandas", "hf", "A table or folder")
-    options |= {
-        "data_files": glob.escape(str(path.absolute())) + pattern,
-        "split": "train",
-        "keep_in_memory": True,
-        "features": features,
-    }
+    options |= {"data_files": glob.escape(str(path.absolute())) + pattern, "split": "train", "keep_in_memory": True}
     try:
         with TemporaryDirectory() as cache, _quiet(datasets, local=True), warnings.catch_warnings():
             warnings.simplefilter("error", pandas.errors.ParserWarning)  # cells beyond the header's would be dropped
