@@ -53,7 +53,7 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Row:
+class EstimatorRow:
     """One estimator against the exact diagonal; errors are means over the rounds, times are medians."""
 
     name: str
@@ -72,7 +72,7 @@ class Row:
 class EstimatorComparison:
     """The rows, the exact one first, and the diagonals behind them (those of the first round)."""
 
-    rows: list[Row]
+    rows: list[EstimatorRow]
     exact: DiagonalFisher
     estimates: dict[str, DiagonalFisher]
     backward_seconds: float
@@ -117,8 +117,8 @@ def compare_estimators(
     return EstimatorComparison(rows, exact.first, {one.name: one.first for one in trials}, median(backward))
 
 
-def _row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> Row:
-    return Row(
+def _row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> EstimatorRow:
+    return EstimatorRow(
         name=trial.name,
         target=trial.estimator.target,
         passes=trial.passes_per_batch,

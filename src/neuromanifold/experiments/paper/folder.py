@@ -5,7 +5,7 @@ OUT/TASK/rows.json          which rows of the data, in their order
 OUT/TASK/exact.safetensors  diagonals; those of the columns likewise, if they are kept
 OUT/TASK/COLUMN.json        errors against the exact diagonal: its presence says that the column is finished
 OUT/TASK/speed.json         seconds for a batch
-OUT/TASK/*.png, *.pdf       histograms; error against passes
+OUT/TASK/*.png, *.pdf       plots: histograms, error against passes
 OUT/table.txt, .csv, .tex
 """
 
@@ -30,7 +30,7 @@ _PACKAGES = ("transformers", "datasets", "numpy", "triton")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all tasks of a folder."""
+    """The settings that all tasks of a folder share."""
 
     batches: int = 128
     batch_size: int = 64
@@ -45,10 +45,10 @@ class Settings:
 
 
 class Folder:
-    """Where everything is kept."""
+    """A folder of results: checks its settings, reads and writes the numbers of each step."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        """Check that it was begun with the same settings; it is made with the first task."""
+        """Check that the folder was begun with the same settings; it is created with the first task."""
         if path.exists() and not path.is_dir():
             raise ValueError(message("out", "a folder", f"the file {path}"))
         self.path, self._settings, self._asked = path, path / "settings.json", asdict(settings)
@@ -73,13 +73,13 @@ class Folder:
         self._write({**tasks, task: identity})
 
     def check(self, task: str, identity: dict[str, Any]) -> None:
-        """That these are as they were, if the task has been begun."""
+        """Refuse a model or data other than those that the task was begun with."""
         before = self.task(task)
         if before is not None:
             _must_agree(identity, before, self.path, f" of {task}")
 
     def task(self, name: str) -> dict[str, Any] | None:
-        """What is known of a task; None if it has not been begun."""
+        """The identity of a task's model and data; None if it has not been begun."""
         return self._tasks().get(name)
 
     def _tasks(self) -> dict[str, Any]:
@@ -88,11 +88,11 @@ class Folder:
         return found
 
     def file(self, task: str, name: str) -> Path:
-        """A file of a task."""
+        """The path of a file of a task."""
         return self.path / task / name
 
     def numbers(self, task: str, key: str) -> dict[str, Any] | None:
-        """What a finished step of a task has found; None if it is not finished."""
+        """The numbers of a finished step of a task; None if it is not finished."""
         path = self.file(task, f"{key}.json")
         if not path.exists():
             return None
@@ -115,7 +115,7 @@ class Folder:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that numbers depend on."""
+    """Versions of everything that numbers depend on."""
     found = {"neuromanifold": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _PACKAGES:
         try:
@@ -142,7 +142,7 @@ def _must_agree(now: dict[str, Any], before: dict[str, Any], path: Path, whose: 
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no nan."""
+    """None for what is not finite, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -25,13 +25,13 @@ from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.run.fisher import fisher_diagonal
 
 Watch = Callable[[str, int], AbstractContextManager[Observer | None]]
-"""What is run, over how many batches: gives what shall be told how far it is."""
+"""Called with the name of a run and its number of batches; returns a context with the run's progress observer."""
 
-_LOOKED_AT = 4  # batches, for what is said about predictions
+_LOOKED_AT = 4  # batches that `describe` evaluates
 
 
 def wanted_columns(prepared: Prepared, most_probes: int | None = None) -> list[Column]:
-    """The table's, and those of the curve up to so many probes; without labels those that need none."""
+    """The table's columns, and those of the curve up to so many probes; without labels those that need none."""
     found = [*COLUMNS, *curve(prepared.classes, most_probes)[1:]]
     return [column for column in found if prepared.labelled or not column.estimator.needs_labels]
 
@@ -58,7 +58,7 @@ def measure(
 
 
 def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
-    """Embeddings stand apart: the row of a rare word has the class noise of the one or two samples that contain it."""
+    """All parameters, embeddings, and the rest: the row of a rare token has the noise of one or two samples."""
     tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
     every = {name: id(parameter) for name, parameter in module.named_parameters() if parameter.requires_grad}
     groups = {
@@ -71,7 +71,7 @@ def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    """How sure the network is, and how often it is right: a wrong order of classes would show."""
+    """How confident and how accurate the network is: a wrong order of classes would show."""
     kept = folder.numbers(prepared.task.name, "facts")
     if kept is not None:
         return kept
@@ -94,9 +94,9 @@ def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
 
 
 def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch) -> tuple[DiagonalFisher, float]:
-    """The diagonal, and the seconds it took (since the run was last taken up)."""
+    """The diagonal, and its seconds (since the run was last resumed)."""
     task = prepared.task.name
-    with watch(f"{task}: {column.text}, by {column.by}", len(prepared.data)) as observer:
+    with watch(f"{task}: {column.text}, per {column.per}", len(prepared.data)) as observer:
         start = time.perf_counter()
         result = fisher_diagonal(
             prepared.module,
@@ -117,7 +117,7 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
 
 
 def replays(prepared: Prepared) -> bool:
-    """On a GPU, where all batches have the same shapes: sentences are of all lengths."""
+    """Whether CUDA graphs pay: on a GPU where all batches have the same shapes, unlike sentences."""
     return model_device(prepared.module).type == "cuda" and prepared.task.kind is not Task.TEXT
 
 
@@ -125,11 +125,15 @@ def _numbers(
     prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
 ) -> dict[str, Any]:
     p = result.provenance
-    coarse = [name for name, way in p.granularity.items() if way == "batch"] if column.by == "samples" else []
+    coarse = (
+        [name for name, granularity in p.granularity.items() if granularity == "batch"]
+        if column.per == "sample"
+        else []
+    )
     groups = parameter_groups(prepared.module)
     return {
         "estimator": short_name(column.estimator),
-        "by": column.by,
+        "per": column.per,
         "target": p.target,
         "random": column.estimator.noise_factor > 0,
         "passes": p.passes / p.batches,
@@ -146,13 +150,13 @@ def _numbers(
 
 
 def _errors(result: DiagonalFisher, exact: DiagonalFisher, names: list[str]) -> dict[str, Any]:
-    """Of sums over the samples, with the paper's ε."""
+    """Errors of sums over the samples, with the paper's ε."""
     mine, theirs = ({name: one.sums[name] for name in names} for one in (result, exact))
     return asdict(compare(mine, theirs, EPSILON))
 
 
 def _finish(prepared: Prepared, folder: Folder, column: Column, numbers: dict[str, Any]) -> dict[str, Any]:
-    """The numbers are written last: they say that the column is finished."""
+    """Write the numbers of a column, which marks it as finished, and remove its checkpoint."""
     task = prepared.task.name
     folder.keep(task, column.key, "column", numbers)
     folder.file(task, f"{column.key}.checkpoint").unlink(missing_ok=True)
