@@ -125,11 +125,7 @@ def _numbers(
     prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
 ) -> dict[str, Any]:
     p = result.provenance
-    coarse = (
-        [name for name, granularity in p.granularity.items() if granularity == "batch"]
-        if column.per == "sample"
-        else []
-    )
+    per_batch = [name for name, granularity in p.granularity.items() if granularity == "batch"]
     groups = parameter_groups(prepared.module)
     return {
         "estimator": short_name(column.estimator),
@@ -141,7 +137,7 @@ def _numbers(
         "samples": result.count,
         "seed": p.seeds,
         "relative_error": result.relative_error,
-        "without_rule": coarse,
+        "without_rule": per_batch if column.per == "sample" else [],
         "errors": {group: _errors(result, exact, names) for group, names in groups.items()},
         "seconds": seconds,
         "device": p.device,
