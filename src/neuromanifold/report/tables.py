@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from neuromanifold.report.formats import brief, counted, error, number, percent
 from neuromanifold.report.panels import Panel
 from neuromanifold.results import Comparison
+from neuromanifold.results.files import without_nan
 from neuromanifold.results.summary import Statistics, Summary
 
 _NAMED = {"parameter", "shape", "squared per", "estimator", "right for F"}  # columns of text, at the left
@@ -168,20 +169,14 @@ def numbers(
                 "all": _as_dict(s.everything),
                 **{key: [_as_dict(one) for one in ones] for key, ones in parts.items()},
                 "histograms": {one.component: {"low": one.low, "shares": one.shares[r]} for one in panels},
-                "against_first": _finite(asdict(against)) if against else None,
+                "against_first": asdict(against) if against else None,
             }
         )
-    return made
+    return [without_nan(one) for one in made]
 
 
 def _as_dict(one: Statistics) -> dict[str, object]:
-    more = {"mean": one.mean, "zero_share": one.zero_share, "relative_error": one.relative_error}
-    return _finite({**asdict(one), **more})
-
-
-def _finite(values: dict[str, object]) -> dict[str, object]:
-    """None for what is not finite, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {**asdict(one), "mean": one.mean, "zero_share": one.zero_share, "relative_error": one.relative_error}
 
 
 def _cell(one: Statistics, column: _Column) -> Cell:

@@ -11,8 +11,6 @@ OUT/table.txt, .csv, .tex
 
 from __future__ import annotations
 
-import json
-import math
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +21,7 @@ import torch
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.results.files import load_json, save_json
+from neuromanifold.results.files import load_json, save_json, without_nan
 
 _PACKAGES = ("transformers", "datasets", "numpy", "triton")
 
@@ -101,7 +99,7 @@ class Folder:
 
     def keep(self, task: str, key: str, kind: str, values: dict[str, Any]) -> dict[str, Any]:
         """Write the numbers of a finished step."""
-        save_json(self.file(task, f"{key}.json"), kind, json.loads(json.dumps(_finite(values))))
+        save_json(self.file(task, f"{key}.json"), kind, without_nan(values))
         return values
 
     def _write(self, tasks: dict[str, Any]) -> None:
@@ -139,12 +137,3 @@ def _must_agree(now: dict[str, Any], before: dict[str, Any], path: Path, whose: 
         got = f"one with other settings{whose}: {', '.join(different)}"
         advice = "Give another folder with --out, or the settings it was begun with."
         raise ValueError(message("out", f"a folder of the same run ({path})", got, advice))
-
-
-def _finite(value: Any) -> Any:
-    """None for what is not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,8 +16,6 @@ from neuromanifold.diagnostics.trials import EPSILON, short_name
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
 from neuromanifold.experiments.paper.folder import Folder, versions
 from neuromanifold.experiments.paper.sources import Prepared
-from neuromanifold.hf import Task
-from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.progress import Observer
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare
@@ -41,9 +39,9 @@ def exact_diagonal(prepared: Prepared, folder: Folder, seed: int, watch: Watch) 
     task, path = prepared.task.name, folder.file(prepared.task.name, "exact.safetensors")
     if folder.numbers(task, EXACT.key) is not None and path.exists():
         return load_diagonal(path)
-    result, seconds = _run(prepared, EXACT, folder, seed, watch)
+    result, seconds = _timed_diagonal(prepared, EXACT, folder, seed, watch)
     result.save(path)
-    _finish(prepared, folder, EXACT, _numbers(prepared, EXACT, result, result, seconds))
+    _keep_numbers(prepared, folder, EXACT, _column_numbers(prepared, EXACT, result, result, seconds))
     return result
 
 
@@ -51,10 +49,10 @@ def measure(
     prepared: Prepared, column: Column, exact: DiagonalFisher, folder: Folder, seed: int, watch: Watch, keep: bool
 ) -> dict[str, Any]:
     """Run a column and keep its errors; with `keep` its diagonal, too, if it is one of the table."""
-    result, seconds = _run(prepared, column, folder, seed, watch)
+    result, seconds = _timed_diagonal(prepared, column, folder, seed, watch)
     if keep and column in COLUMNS:
         result.save(folder.file(prepared.task.name, f"{column.key}.safetensors"))
-    return _finish(prepared, folder, column, _numbers(prepared, column, result, exact, seconds))
+    return _keep_numbers(prepared, folder, column, _column_numbers(prepared, column, result, exact, seconds))
 
 
 def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
@@ -93,7 +91,9 @@ def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
     return folder.keep(prepared.task.name, "facts", "facts", facts)
 
 
-def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch) -> tuple[DiagonalFisher, float]:
+def _timed_diagonal(
+    prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch
+) -> tuple[DiagonalFisher, float]:
     """The diagonal, and its seconds (since the run was last resumed)."""
     task = prepared.task.name
     with watch(f"{task}: {column.text}, per {column.per}", len(prepared.data)) as observer:
@@ -106,7 +106,6 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
             granularity=column.granularity,
             reduction="sum",
             seed=seed,
-            cuda_graphs=replays(prepared),
             progress=observer or False,
             checkpoint=folder.file(task, f"{column.key}.checkpoint"),
         )
@@ -116,12 +115,7 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
     return dataclasses.replace(result, provenance=named), seconds
 
 
-def replays(prepared: Prepared) -> bool:
-    """Whether CUDA graphs pay: on a GPU where all batches have the same shapes, unlike sentences."""
-    return model_device(prepared.module).type == "cuda" and prepared.task.kind is not Task.TEXT
-
-
-def _numbers(
+def _column_numbers(
     prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
 ) -> dict[str, Any]:
     p = result.provenance
@@ -138,20 +132,20 @@ def _numbers(
         "seed": p.seeds,
         "relative_error": result.relative_error,
         "without_rule": per_batch if column.per == "sample" else [],
-        "errors": {group: _errors(result, exact, names) for group, names in groups.items()},
+        "errors": {group: _group_errors(result, exact, names) for group, names in groups.items()},
         "seconds": seconds,
         "device": p.device,
         "versions": versions(),
     }
 
 
-def _errors(result: DiagonalFisher, exact: DiagonalFisher, names: list[str]) -> dict[str, Any]:
+def _group_errors(result: DiagonalFisher, exact: DiagonalFisher, names: list[str]) -> dict[str, Any]:
     """Errors of sums over the samples, with the paper's ε."""
     mine, theirs = ({name: one.sums[name] for name in names} for one in (result, exact))
     return asdict(compare(mine, theirs, EPSILON))
 
 
-def _finish(prepared: Prepared, folder: Folder, column: Column, numbers: dict[str, Any]) -> dict[str, Any]:
+def _keep_numbers(prepared: Prepared, folder: Folder, column: Column, numbers: dict[str, Any]) -> dict[str, Any]:
     """Write the numbers of a column, which marks it as finished, and remove its checkpoint."""
     task = prepared.task.name
     folder.keep(task, column.key, "column", numbers)
