@@ -11,7 +11,7 @@ import torch
 
 import neuromanifold as nm
 from neuromanifold.experiments import digits
-from neuromanifold.experiments.error_cost import error_cost
+from docs.figures.accuracy import error_cost
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

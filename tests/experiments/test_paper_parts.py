@@ -11,13 +11,13 @@ import neuromanifold as nm
 from neuromanifold.experiments.paper import TASKS, Folder, Settings
 from neuromanifold.experiments.paper.columns import BASELINE, COLUMNS, EXACT, OURS, PAPER, curve
 from neuromanifold.experiments.paper.measure import parameter_groups
-from neuromanifold.experiments.paper.pictures import by_components
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.experiments.paper.speed import TIMED, _seconds, measure_speed
 from neuromanifold.experiments.paper.table import as_csv, as_latex, as_text, read_numbers
 from neuromanifold.hf import LoadedData, LoadedModel
 from neuromanifold.results import comparison
 from neuromanifold.results.comparison import compare
+from neuromanifold.results.naming import paper_components
 
 
 def test_the_tasks_are_the_papers() -> None:
@@ -39,9 +39,9 @@ def test_the_tasks_are_the_papers() -> None:
 def test_columns_are_squared_as_their_name_says() -> None:
     keys = [column.key for column in COLUMNS]
     assert len(set(keys)) == len(keys) == 9
-    assert [column.by for column in PAPER if column.key != "empirical"] == ["batches"] * 5
-    assert [column.by for column in (EXACT, *OURS)] == ["samples"] * 4
-    assert all(("by_batches" in column.key) == (column.by == "batches") for column in COLUMNS if column != BASELINE)
+    assert [column.per for column in PAPER if column.key != "empirical"] == ["batch"] * 5
+    assert [column.per for column in (EXACT, *OURS)] == ["sample"] * 4
+    assert all(("by_batches" in column.key) == (column.per == "batch") for column in COLUMNS if column != BASELINE)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,13 @@ NAMES = {
 @pytest.mark.parametrize("network", NAMES)
 def test_components_are_embedding_blocks_and_head(network: str) -> None:
     names, expected = NAMES[network]
-    values = {name: torch.tensor([float(i)]) for i, name in enumerate(names)}
-    found = by_components(values)
-    assert [name.split(".")[0] for name in found] == expected
-    assert [value.item() for value in found.values()] == list(range(len(names)))
+    found = paper_components(names)
+    assert [next(label for label, group in found.items() if name in group) for name in names] == expected
+    assert [name for group in found.values() for name in group] == names
 
 
-def test_a_network_without_blocks_keeps_its_names() -> None:
-    values = {"0.weight": torch.ones(2), "2.weight": torch.ones(3), "head.bias": torch.ones(1)}
-    assert by_components(values) == values
+def test_a_network_without_blocks_has_its_modules_as_components() -> None:
+    assert list(paper_components(["0.weight", "2.weight", "head.bias"])) == ["0", "2", "head"]
 
 
 def test_embeddings_stand_apart_also_where_they_are_tied() -> None:
@@ -187,7 +185,7 @@ def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
     def keep(key: str, relmae: float, rank: float = 1.0) -> None:
         errors = {"relmae": relmae, "relmae_positive": relmae, "mae": 1e-3, "mean_ratio": 1.0, "cosine": 1.0}
         errors |= {"rank_correlation": rank, "entries": 10, "positive": 9}
-        numbers = {"estimator": key, "by": "samples", "target": "unbiased", "passes": 1.0, "errors": {"all": errors}}
+        numbers = {"estimator": key, "target": "unbiased", "passes": 1.0, "errors": {"all": errors}}
         folder.keep("mnli", key, "column", numbers)
 
     keep("exact", 0)
@@ -200,7 +198,7 @@ def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
     assert "RelMAE, all but embeddings" not in text
     assert ["MNLI", "-", "-", "-", "1234", "-", "-", "-", "0.12", "-"] in [line.split() for line in text.splitlines()]
     assert len(lines) == 4
-    assert lines[3].startswith("mnli,all,hutchinson,hutchinson,samples,unbiased,1.0,0.123456,")
+    assert lines[3].startswith("mnli,all,hutchinson,hutchinson,sample,unbiased,1.0,0.123456,")
     assert r"$\mathbf{0.12}$" in latex
     assert r"53.9\,($\times1.00$)" in latex
     assert json.loads(folder.file("mnli", "hutchinson.json").read_text())["errors"]["all"]["rank_correlation"] is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuromanifold.results.naming import components, fitted, layers, panels, short_names
+from neuromanifold.results.naming import components, fitted, layers, paper_components, short_names
 from neuromanifold.results.table import text_table
 from tests.report.results import transformer
 
@@ -36,7 +36,7 @@ def test_a_network_inside_a_sequential_shows_its_blocks() -> None:
 
 @given(NAMES, st.integers(1, 30))
 def test_every_parameter_is_in_one_component_and_in_one_layer(names: list[str], most: int) -> None:
-    for groups in (components(names, most), layers(names), panels(names)):
+    for groups in (components(names, most), layers(names), paper_components(names)):
         assert sorted(name for group in groups.values() for name in group) == sorted(names)
     first = {name.split(".")[0] for name in names}
     assert len(components(names, most)) <= max(most, len(first))

@@ -93,6 +93,8 @@ def test_a_row_says_what_is_random_and_what_is_not() -> None:
         exact = result({"a.weight": torch.ones(4)}, noise=0, estimator=estimator)
         assert summarize(exact).rows()[0][-1] == "–"
         assert "–: not random" in str(exact)
+        assert "±" not in str(exact.trace)
+    assert "± 0.04 (standard error) per sample" in str(result({"a.weight": torch.ones(4)}).trace)
     rows = summarize(result(transformer())).rows(each=True)
     assert [row[0] for row in rows] == [*transformer(), "all"]
 

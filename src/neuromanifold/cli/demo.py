@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from neuromanifold.experiments import one_thread
-from neuromanifold.experiments.comparison import EstimatorComparison, Row, compare_estimators
+from neuromanifold.experiments.comparison import EstimatorComparison, EstimatorRow, compare_estimators
 from neuromanifold.experiments.digits import TRAINING, TrainedDigits, train_digits
 from neuromanifold.report.plots import histograms, plot_histograms, save_figure
 
@@ -101,7 +101,7 @@ def _print(console: Console, trained: TrainedDigits, comparison: EstimatorCompar
     console.print(NOTES.format(rounds=rounds, milliseconds=milliseconds), markup=False, highlight=False)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: EstimatorRow) -> tuple[str, ...]:
     target = row.target.split(" (")[0]
     return (
         row.name,

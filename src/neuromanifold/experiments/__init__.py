@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 
 Report = Callable[[str, int, int], None]
-"""Is told what is being done, how many steps of it are done, and how many there are."""
+"""Called with the name of a step, how many parts of it are done, and how many there are."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread meanwhile.
+    """Run on a single thread inside this context.
 
     Operations as small as those of a demo gain next to nothing from a second thread, and take up to a hundred times as
     long with it where something else keeps the cores busy, since the threads wait for each other.

@@ -1,7 +1,7 @@
 """Every estimator against the exact diagonal on one model: accuracy and time, the paper's table.
 
 exact = fisher_diagonal(Exact())
-for each round:                                             interleaved, so that a busy machine is busy for all
+for each round:                                             interleaved, so that a busy machine slows all of them
     backward: seconds of forward + ordinary backward over the batches
     for each estimator:
         runs: seconds of fisher_diagonal(estimator, a fresh seed), and its errors against exact
@@ -18,18 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from neuromanifold import estimators as nm
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.diagnostics.trials import Trial, timed
-from neuromanifold.estimators import (
-    Empirical,
-    Estimator,
-    Exact,
-    Hutchinson,
-    Lower,
-    MonteCarlo,
-    SquaredBatchGradient,
-    Upper,
-)
+from neuromanifold.estimators import Estimator
 from neuromanifold.experiments import Report
 from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.unchanged import unchanged
@@ -38,22 +30,22 @@ from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import Granularity
 
 ESTIMATORS: dict[str, Estimator] = {
-    "Empirical()": Empirical(),
-    "SquaredBatchGradient()": SquaredBatchGradient(),
-    "Hutchinson(deflate=0)": Hutchinson(deflate=0),
-    "Hutchinson(envelope=Upper())": Hutchinson(envelope=Upper()),
-    "Hutchinson(envelope=Lower(1))": Hutchinson(envelope=Lower(1)),
-    "Hutchinson(envelope=Lower(2))": Hutchinson(envelope=Lower(2)),
-    "Hutchinson()": Hutchinson(),
-    "Hutchinson(probes=4)": Hutchinson(probes=4),
-    "MonteCarlo()": MonteCarlo(),
+    "Empirical()": nm.Empirical(),
+    "SquaredBatchGradient()": nm.SquaredBatchGradient(),
+    "Hutchinson(deflate=0)": nm.Hutchinson(deflate=0),
+    "Hutchinson(envelope=Upper())": nm.Hutchinson(envelope=nm.Upper()),
+    "Hutchinson(envelope=Lower(1))": nm.Hutchinson(envelope=nm.Lower(1)),
+    "Hutchinson(envelope=Lower(2))": nm.Hutchinson(envelope=nm.Lower(2)),
+    "Hutchinson()": nm.Hutchinson(),
+    "Hutchinson(probes=4)": nm.Hutchinson(probes=4),
+    "MonteCarlo()": nm.MonteCarlo(),
 }
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Row:
+class EstimatorRow:
     """One estimator against the exact diagonal; errors are means over the rounds, times are medians."""
 
     name: str
@@ -72,7 +64,7 @@ class Row:
 class EstimatorComparison:
     """The rows, the exact one first, and the diagonals behind them (those of the first round)."""
 
-    rows: list[Row]
+    rows: list[EstimatorRow]
     exact: DiagonalFisher
     estimates: dict[str, DiagonalFisher]
     backward_seconds: float
@@ -94,31 +86,35 @@ def compare_estimators(
     integer_in_range(rounds, "rounds", 1, 10**6, "runs of each estimator")
     if not batches:
         raise ValueError(message("batches", "a list of (inputs, labels)", "an empty one"))
-    tell = report or _silent
-    exact = Trial("Exact()", Exact(), keep=True)
+    report = report or (lambda *_: None)
+    exact = Trial("Exact()", nm.Exact(), keep=True)
     wanted = ESTIMATORS if estimators is None else estimators
     trials = [Trial(name, estimator, keep=True) for name, estimator in wanted.items()]
-    gradient = next((one for one in trials if one.estimator == SquaredBatchGradient()), None)
-    gradient = Trial("", SquaredBatchGradient()) if gradient is None else gradient
+    gradient = next((one for one in trials if one.estimator == nm.SquaredBatchGradient()), None)
+    gradient = Trial("", nm.SquaredBatchGradient()) if gradient is None else gradient
 
     def estimate(estimator: Estimator, granularity: Granularity, seed: int) -> DiagonalFisher:
         return fisher_diagonal(model, batches, estimator, granularity=granularity, seed=seed)
 
-    exact.add(model, lambda *_: fisher_diagonal(model, _told(batches, exact.name, tell), Exact()), seed)
+    def reported() -> Iterator[tuple[Tensor, Tensor]]:
+        for done, batch in enumerate(batches, start=1):
+            yield batch
+            report(exact.name, done, len(batches))
+
+    exact.add(model, lambda *_: fisher_diagonal(model, reported(), nm.Exact()), seed)
     backward: list[float] = []
-    others = [one for one in trials if one is not gradient]
     for number in range(rounds):
         backward.append(_backward_seconds(model, batches))
-        for one in (gradient, *others):
-            if not number or not isinstance(one.estimator, Exact):
+        for one in (gradient, *(one for one in trials if one is not gradient)):
+            if not number or not isinstance(one.estimator, nm.Exact):
                 one.add(model, estimate, seed + number, exact.first)
-        tell("estimators", number + 1, rounds)
-    rows = [_row(one, gradient.time, median(backward)) for one in (exact, *trials)]
+        report("estimators", number + 1, rounds)
+    rows = [_estimator_row(one, gradient.time, median(backward)) for one in (exact, *trials)]
     return EstimatorComparison(rows, exact.first, {one.name: one.first for one in trials}, median(backward))
 
 
-def _row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> Row:
-    return Row(
+def _estimator_row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> EstimatorRow:
+    return EstimatorRow(
         name=trial.name,
         target=trial.estimator.target,
         passes=trial.passes_per_batch,
@@ -133,7 +129,7 @@ def _row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> Row:
 
 
 def _backward_seconds(model: nn.Module, batches: Batches) -> float:
-    """How long forward and ordinary backward take over the batches, in the mode that the estimators run in."""
+    """The seconds of forward and ordinary backward over the batches, in the mode that the estimators run in."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = model_device(model)
 
@@ -144,14 +140,3 @@ def _backward_seconds(model: nn.Module, batches: Batches) -> float:
 
     with unchanged(model):
         return timed(model, job)[1]
-
-
-def _told(batches: Batches, what: str, tell: Report) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, each announced when it is done."""
-    for done, batch in enumerate(batches, start=1):
-        yield batch
-        tell(what, done, len(batches))
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    del what, done, total

@@ -1,4 +1,4 @@
-"""The core space along a path from uniform to one-hot predictions: the paper's section 2 in numbers and pictures."""
+"""The core space along a path from uniform to one-hot predictions: the paper's section 2 in numbers and plots."""
 
 from __future__ import annotations
 
@@ -75,20 +75,17 @@ def tightness(classes: int, scale: float, samples: int = 2000, seed: int = 0) ->
     core = Categorical(scale * torch.randn(samples, classes, generator=generator, dtype=torch.float64))
     bounds, exact = core.largest_eigenvalue_bounds(), core.largest_eigenvalue()
     lower, upper = bounds.lower / exact, bounds.upper / exact
-    return Tightness(
-        classes, scale, lower.median().item(), lower.min().item(), upper.median().item(), upper.max().item()
-    )
+    found = (lower.median(), lower.min(), upper.median(), upper.max())
+    return Tightness(classes, scale, *(value.item() for value in found))
 
 
 def plot_core_path(path: CorePath) -> Figure:
-    """Draw the three panels side by side: λ_C, the envelopes, the worst label."""
+    """A figure of three panels: λ_C, the envelopes, the worst label."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.8), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    draw_eigenvalue(left, path)
-    draw_envelopes(middle, path)
-    draw_empirical(right, path)
+    for axes, draw in zip(figure.subplots(1, 3), (draw_eigenvalue, draw_envelopes, draw_empirical), strict=True):
+        draw(axes, path)
     return figure
 
 
@@ -97,7 +94,7 @@ def draw_eigenvalue(axes: Axes, path: CorePath) -> None:
     x = path.largest_probability
     axes.fill_between(x, path.eigenvalue_lower, path.eigenvalue_upper, color="C0", alpha=0.25, label="Theorem 1")
     axes.plot(x, path.eigenvalue, color="C0", label="$\\lambda_C$, exact")
-    _finish(axes, path, "Largest eigenvalue of the metric", "$\\lambda_C$")
+    _label_axes(axes, path, "Largest eigenvalue of the metric", "$\\lambda_C$")
 
 
 def draw_envelopes(axes: Axes, path: CorePath) -> None:
@@ -108,7 +105,7 @@ def draw_envelopes(axes: Axes, path: CorePath) -> None:
     for i, rank in enumerate(path.ranks):
         axes.plot(x, path.lower_error[:, i], color=f"C{i}", label=f"lower, rank {rank}")
         axes.plot(x, path.lower_error_bound[:, i], color=f"C{i}", linestyle="--", linewidth=1)
-    _finish(axes, path, "Error of the envelopes (dashed: Lemma 3)", "Frobenius norm")
+    _label_axes(axes, path, "Error of the envelopes (dashed: Lemma 3)", "Frobenius norm")
 
 
 def draw_empirical(axes: Axes, path: CorePath) -> None:
@@ -118,10 +115,10 @@ def draw_empirical(axes: Axes, path: CorePath) -> None:
     axes.plot(x, path.empirical_bound, color="C1", linestyle="--", label="Lemma 4")
     axes.plot(x, path.empirical_simple_bound, color="C1", linestyle=":", label="Lemma 4, simple form")
     axes.plot(x, path.metric_norm, color="0.6", label="$\\Vert F\\Vert$ itself")
-    _finish(axes, path, "Empirical Fisher, adversarial label", "Frobenius norm")
+    _label_axes(axes, path, "Empirical Fisher, adversarial label", "Frobenius norm")
 
 
-def _finish(axes: Axes, path: CorePath, title: str, ylabel: str) -> None:
+def _label_axes(axes: Axes, path: CorePath, title: str, ylabel: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(f"largest probability (uniform: 1/{path.classes}, one-hot: 1)")
     axes.set_ylabel(ylabel)

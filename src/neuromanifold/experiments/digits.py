@@ -36,7 +36,7 @@ class TrainedDigits:
 def train_digits(
     samples: int = TRAINING, seed: int = 0, epochs: int = 12, report: Report | None = None
 ) -> TrainedDigits:
-    """Train the network and hand it over with the first `samples` of its (shuffled) training images.
+    """Train the network; returns it with the first `samples` of its (shuffled) training images.
 
     The same seed on the same machine gives the same network; the global random state is neither used nor changed.
     """
@@ -93,6 +93,6 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """1 where the most probable class is the label, else 0."""
+    """1 for each image whose most probable class is its label, else 0."""
     predicted: Tensor = model(images).argmax(-1)
     return (predicted == labels).double()

@@ -14,7 +14,7 @@ from neuromanifold.report.formats import brief
 from neuromanifold.report.panels import panels
 from neuromanifold.report.reading import comparison_sentence, reading
 from neuromanifold.report.render import render
-from neuromanifold.report.tables import component_table, facts, numbers, overview, parameter_table
+from neuromanifold.report.tables import component_table, numbers, overview, parameter_table, provenance_facts
 from neuromanifold.report.treemap import treemap
 from neuromanifold.results import Comparison, DiagonalFisher
 from neuromanifold.results.comparison import compare
@@ -63,7 +63,7 @@ def page(results: Sequence[DiagonalFisher], titles: Sequence[str] | None = None)
         short=_short(summaries),
         components=component_table(summaries),
         parameters=parameter_table(summaries),
-        facts=[(s.title, facts(s), json.dumps(asdict(s.result.provenance), indent=1)) for s in summaries],
+        facts=[(s.title, provenance_facts(s), json.dumps(asdict(s.result.provenance), indent=1)) for s in summaries],
         data=numbers(summaries, comparisons, drawn),
     )
 

@@ -21,7 +21,7 @@ def reading(summary: Summary, beside: bool = False) -> list[str]:
         return [nature(summary), "It has no entries."]
     if not summary.everything.total:
         return [nature(summary), "Every entry is exactly zero: for these data the outputs depend on nothing."]
-    more = [] if beside else [_concentration(summary), *_zeros(summary)]
+    more = [] if beside else [_concentration(summary), *_zero_entries(summary)]
     found = [_where(summary), *more, *_error(summary), *_granularity(summary)]
     stopped = summary.result.provenance.stopped
     return [nature(summary), *found, *([f"The run {stopped}."] if stopped else [])]
@@ -87,7 +87,7 @@ def _concentration(summary: Summary) -> str:
     return f"Half of the trace sits in {percent(halves)} of all entries: the {which} as much as the rest together."
 
 
-def _zeros(summary: Summary) -> list[str]:
+def _zero_entries(summary: Summary) -> list[str]:
     everything = summary.everything
     if not everything.zeros:
         return ["No entry is exactly zero."]
@@ -103,7 +103,7 @@ def _zeros(summary: Summary) -> list[str]:
     sentences = [f"{text}{': ' if rows else ''}{'; '.join(rows)}."]
     if dead:
         are = "is" if len(dead) == 1 else "are"
-        names = _listed([one.name for one in dead])
+        names = _named([one.name for one in dead])
         sentences.append(f"{names} {are} zero throughout: the outputs for these data do not depend on {_them(dead)}.")
     return sentences
 
@@ -135,9 +135,9 @@ def _granularity(summary: Summary) -> list[str]:
     sentences = []
     if coarse := squared.get("batch"):
         were = "was" if len(coarse) == 1 else "were"
-        sentences.append(f"{_listed(coarse)} {were} squared per batch, with more noise: no per-sample rule applies.")
+        sentences.append(f"{_named(coarse)} {were} squared per batch, with more noise: no per-sample rule applies.")
     if slow := squared.get("sample, one by one"):
-        sentences.append(f"{_listed(slow)} took one backward pass for each sample: no per-sample rule applies.")
+        sentences.append(f"{_named(slow)} took one backward pass for each sample: no per-sample rule applies.")
     return sentences
 
 
@@ -155,7 +155,7 @@ def _looked_up(name: str) -> str:
     return next((noun for pattern, noun in kinds.items() if re.search(pattern, name, re.IGNORECASE)), "rows")
 
 
-def _listed(names: list[str]) -> str:
+def _named(names: list[str]) -> str:
     shown = [f"`{name}`" for name in names[:3]]
     if len(names) > 3:
         return f"{', '.join(shown)} and {len(names) - 3:,} more"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from neuromanifold.report.formats import brief, counted, error, number, percent
 from neuromanifold.report.panels import Panel
 from neuromanifold.results import Comparison
+from neuromanifold.results.files import without_nan
 from neuromanifold.results.summary import Statistics, Summary
 
 _NAMED = {"parameter", "shape", "squared per", "estimator", "right for F"}  # columns of text, at the left
@@ -32,8 +33,8 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    """The cells of a row behind its name."""
+class TableRow:
+    """The name of a row and the cells behind it."""
 
     name: str
     cells: list[Cell]
@@ -42,19 +43,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Headings and rows."""
+class PageTable:
+    """A table of the page: its headings and its rows."""
 
     heads: list[str]
-    rows: list[Row]
+    rows: list[TableRow]
 
     def cls(self, head: str) -> str:
         """The class of a heading: those of text stand left, long ones with a result's name wrap."""
         return "left" if head in _NAMED else "wrap" if ", " in head else ""
 
 
-Column = tuple[str, Callable[[Statistics], float], Callable[[float], str]]
-_COLUMNS: list[Column] = [
+_Column = tuple[str, Callable[[Statistics], float], Callable[[float], str]]
+_COLUMNS: list[_Column] = [
     ("entries", lambda one: one.entries, lambda value: f"{value:,.0f}"),
     ("zero", lambda one: one.zero_share, percent),
     ("mean", lambda one: one.mean, number),
@@ -67,7 +68,7 @@ _COLUMNS: list[Column] = [
 _SIDE_BY_SIDE = {"entries", "zero", "mean", "of trace"}  # what a component shows of the first result beside others
 
 
-def overview(summaries: Sequence[Summary], comparisons: Sequence[Comparison | None]) -> Table:
+def overview(summaries: Sequence[Summary], comparisons: Sequence[Comparison | None]) -> PageTable:
     """The results side by side; the last columns compare them with the first one."""
     heads = ["result", "estimator", "right for F", "samples", "trace ± s.e. at most", "rel. s.e.", "zero"]
     heads += ["trace over first", "mean difference", "cosine"]
@@ -82,11 +83,11 @@ def overview(summaries: Sequence[Summary], comparisons: Sequence[Comparison | No
             difference = percent(against.relmae_positive) if against.positive else "–"
             texts += [number(against.mean_ratio), difference, f"{against.cosine:.4f}"]
         names = [Cell(brief(p.estimator), cls="left"), Cell(p.target.partition(" (")[0], cls="left")]
-        rows.append(Row(summary.title, [*names, *map(Cell, texts)]))
-    return Table(heads, rows)
+        rows.append(TableRow(summary.title, [*names, *map(Cell, texts)]))
+    return PageTable(heads, rows)
 
 
-def component_table(summaries: Sequence[Summary]) -> Table:
+def component_table(summaries: Sequence[Summary]) -> PageTable:
     """A row for each component, the sum below; of other results their means and shares."""
     first, others = summaries[0], summaries[1:]
     largest = max((one.share for s in summaries for one in s.components), default=0.0) or 1.0
@@ -106,11 +107,11 @@ def component_table(summaries: Sequence[Summary]) -> Table:
             match = other.everything if total else by_name.get(one.name)
             mean, part = (number(match.mean), percent(match.share)) if match else ("–", "–")
             cells += [Cell(mean), share(match, r) if match and not total else Cell(part)]
-        rows.append(Row(one.name, cells, total=total))
-    return Table(heads, rows)
+        rows.append(TableRow(one.name, cells, total=total))
+    return PageTable(heads, rows)
 
 
-def parameter_table(summaries: Sequence[Summary]) -> Table:
+def parameter_table(summaries: Sequence[Summary]) -> PageTable:
     """A row for each parameter, to be searched and sorted; of other results their means, and these over the first's."""
     first, others = summaries[0], summaries[1:]
     found = [{one.name: one for one in s.parameters} for s in others]
@@ -126,11 +127,11 @@ def parameter_table(summaries: Sequence[Summary]) -> Table:
         cells[after:after] = [Cell(number(value), value) for value in pairs]
         shape = Cell("×".join(map(str, one.shape)) or "1", cls="left")
         squared = Cell(one.granularity or "–", cls="left")
-        rows.append(Row(one.name, [shape, *cells, squared], f"{one.name} {one.granularity}".lower()))
-    return Table(["parameter", "shape", *heads, "squared per"], rows)
+        rows.append(TableRow(one.name, [shape, *cells, squared], f"{one.name} {one.granularity}".lower()))
+    return PageTable(["parameter", "shape", *heads, "squared per"], rows)
 
 
-def facts(summary: Summary) -> dict[str, str]:
+def provenance_facts(summary: Summary) -> dict[str, str]:
     """Where a result comes from, for people."""
     result, p = summary.result, summary.result.provenance
     positions = f" ({result.positions:,} positions)" if result.positions != result.count else ""
@@ -165,25 +166,19 @@ def numbers(
                 "title": s.title,
                 "reduction": s.result.reduction,
                 "samples": s.result.count,
-                "all": _plain(s.everything),
-                **{key: [_plain(one) for one in ones] for key, ones in parts.items()},
+                "all": _as_dict(s.everything),
+                **{key: [_as_dict(one) for one in ones] for key, ones in parts.items()},
                 "histograms": {one.component: {"low": one.low, "shares": one.shares[r]} for one in panels},
-                "against_first": _finite(asdict(against)) if against else None,
+                "against_first": asdict(against) if against else None,
             }
         )
-    return made
+    return [without_nan(one) for one in made]
 
 
-def _plain(one: Statistics) -> dict[str, object]:
-    more = {"mean": one.mean, "zero_share": one.zero_share, "relative_error": one.relative_error}
-    return _finite({**asdict(one), **more})
+def _as_dict(one: Statistics) -> dict[str, object]:
+    return {**asdict(one), "mean": one.mean, "zero_share": one.zero_share, "relative_error": one.relative_error}
 
 
-def _finite(values: dict[str, object]) -> dict[str, object]:
-    """None for what is not finite, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def _cell(one: Statistics, column: Column) -> Cell:
+def _cell(one: Statistics, column: _Column) -> Cell:
     _, value, text = column
     return Cell(text(value(one)), value(one))

@@ -30,7 +30,7 @@ class Tile:
 
     @property
     def style(self) -> str:
-        """Its place and size."""
+        """Its place and size in the box around it, as CSS."""
         places = {"left": self.x, "top": self.y, "width": self.width, "height": self.height}
         return ";".join(f"{name}:{coordinate(value)}%" for name, value in places.items())
 

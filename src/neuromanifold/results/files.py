@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -70,6 +71,15 @@ def load(path: str | Path) -> Any:
         return _readers[kind](tensors, head)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise FileError(f"{path} is damaged: its {kind} cannot be read ({error!r}). {_AGAIN}") from error
+
+
+def without_nan(value: Any) -> Any:
+    """The same numbers, dicts and lists with None for what is not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 layers          encoder.layer.0.query.weight  →  encoder.layer.0.query       the module that owns the parameter
 components      encoder.layer.0.query.weight  →  encoder.layer.0             embeddings, numbered blocks, head
-panels          encoder.layer.0.query.weight  →  layer 0                     the paper's: embedding, blocks, head
+paper           encoder.layer.0.query.weight  →  layer 0                     the paper's: embedding, blocks, head
 short names     encoder.layer.0               →  layer.0                     what no other name ends with
 """
 
@@ -56,7 +56,7 @@ def components(names: Sequence[str], most: int = _ROWS) -> dict[str, list[str]]:
     return groups if names else {}
 
 
-def panels(names: Sequence[str]) -> dict[str, list[str]]:
+def paper_components(names: Sequence[str]) -> dict[str, list[str]]:
     """The panels of the paper's histograms: "embedding", "layer 0", "layer 1", ..., "head".
 
     Blocks are the members of a container that is numbered from 0, at the first number of a name.  What comes before

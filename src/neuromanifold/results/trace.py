@@ -49,7 +49,8 @@ class TraceEstimate(Scalable):
 
     def __str__(self) -> str:
         per = "per sample" if self.reduction == "mean" else "in all"
-        return f"tr F = {self.value:.6g} ± {self.stderr:.2g} {per} ({self.count} samples, {self.provenance.estimator})"
+        error = f" ± {self.stderr:.2g} (standard error)" if self.noise else " (not random)"
+        return f"tr F = {self.value:.6g}{error} {per}; {self.count} samples, {self.provenance.estimator}"
 
     def __add__(self, other: TraceEstimate) -> TraceEstimate:
         if not isinstance(other, TraceEstimate):

@@ -1,4 +1,4 @@
-"""The paper's experiments: its table and its figures, on its models or on local ones, with our estimators beside them.
+"""The paper's experiments: its table and its figures, on its models or on local ones, beside our estimators.
 
 for each task:                                      `tasks`: six networks and their data
     prepare model and rows                          `sources`: from the hub, or from local folders and files

@@ -19,18 +19,18 @@ from neuromanifold.run.granularity import Granularity
 
 @dataclass(frozen=True)
 class Column:
-    """An estimator, what is squared, and how tables head it."""
+    """An estimator, its granularity, and its heading in tables."""
 
     key: str  # in files
     text: str
     latex: str
     estimator: Estimator
-    granularity: Granularity  # "batch", or "auto": each sample on its own
+    granularity: Granularity  # "batch", or "auto": per sample
 
     @property
-    def by(self) -> str:
-        """What is squared."""
-        return "batches" if self.granularity == "batch" else "samples"
+    def per(self) -> str:
+        """Whether the gradient of each "batch" or of each "sample" is squared."""
+        return "batch" if self.granularity == "batch" else "sample"
 
 
 EXACT = Column("exact", "exact", "F", Exact(), "auto")

@@ -5,14 +5,12 @@ OUT/TASK/rows.json          which rows of the data, in their order
 OUT/TASK/exact.safetensors  diagonals; those of the columns likewise, if they are kept
 OUT/TASK/COLUMN.json        errors against the exact diagonal: its presence says that the column is finished
 OUT/TASK/speed.json         seconds for a batch
-OUT/TASK/*.png, *.pdf       histograms; error against passes
+OUT/TASK/*.png, *.pdf       plots: histograms, error against passes
 OUT/table.txt, .csv, .tex
 """
 
 from __future__ import annotations
 
-import json
-import math
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,14 +21,14 @@ import torch
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.results.files import load_json, save_json
+from neuromanifold.results.files import load_json, save_json, without_nan
 
 _PACKAGES = ("transformers", "datasets", "numpy", "triton")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all tasks of a folder."""
+    """The settings that all tasks of a folder share."""
 
     batches: int = 128
     batch_size: int = 64
@@ -45,10 +43,10 @@ class Settings:
 
 
 class Folder:
-    """Where everything is kept."""
+    """A folder of results: checks its settings, reads and writes the numbers of each step."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        """Check that it was begun with the same settings; it is made with the first task."""
+        """Check that the folder was begun with the same settings; it is created with the first task."""
         if path.exists() and not path.is_dir():
             raise ValueError(message("out", "a folder", f"the file {path}"))
         self.path, self._settings, self._asked = path, path / "settings.json", asdict(settings)
@@ -73,13 +71,13 @@ class Folder:
         self._write({**tasks, task: identity})
 
     def check(self, task: str, identity: dict[str, Any]) -> None:
-        """That these are as they were, if the task has been begun."""
+        """Refuse a model or data other than those that the task was begun with."""
         before = self.task(task)
         if before is not None:
             _must_agree(identity, before, self.path, f" of {task}")
 
     def task(self, name: str) -> dict[str, Any] | None:
-        """What is known of a task; None if it has not been begun."""
+        """The identity of a task's model and data; None if it has not been begun."""
         return self._tasks().get(name)
 
     def _tasks(self) -> dict[str, Any]:
@@ -88,11 +86,11 @@ class Folder:
         return found
 
     def file(self, task: str, name: str) -> Path:
-        """A file of a task."""
+        """The path of a file of a task."""
         return self.path / task / name
 
     def numbers(self, task: str, key: str) -> dict[str, Any] | None:
-        """What a finished step of a task has found; None if it is not finished."""
+        """The numbers of a finished step of a task; None if it is not finished."""
         path = self.file(task, f"{key}.json")
         if not path.exists():
             return None
@@ -101,7 +99,7 @@ class Folder:
 
     def keep(self, task: str, key: str, kind: str, values: dict[str, Any]) -> dict[str, Any]:
         """Write the numbers of a finished step."""
-        save_json(self.file(task, f"{key}.json"), kind, json.loads(json.dumps(_finite(values))))
+        save_json(self.file(task, f"{key}.json"), kind, without_nan(values))
         return values
 
     def _write(self, tasks: dict[str, Any]) -> None:
@@ -115,7 +113,7 @@ class Folder:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that numbers depend on."""
+    """Versions of everything that numbers depend on."""
     found = {"neuromanifold": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _PACKAGES:
         try:
@@ -139,12 +137,3 @@ def _must_agree(now: dict[str, Any], before: dict[str, Any], path: Path, whose: 
         got = f"one with other settings{whose}: {', '.join(different)}"
         advice = "Give another folder with --out, or the settings it was begun with."
         raise ValueError(message("out", f"a folder of the same run ({path})", got, advice))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no nan."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,8 +16,6 @@ from neuromanifold.diagnostics.trials import EPSILON, short_name
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
 from neuromanifold.experiments.paper.folder import Folder, versions
 from neuromanifold.experiments.paper.sources import Prepared
-from neuromanifold.hf import Task
-from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.progress import Observer
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare
@@ -25,13 +23,13 @@ from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.run.fisher import fisher_diagonal
 
 Watch = Callable[[str, int], AbstractContextManager[Observer | None]]
-"""What is run, over how many batches: gives what shall be told how far it is."""
+"""Called with the name of a run and its number of batches; returns a context with the run's progress observer."""
 
-_LOOKED_AT = 4  # batches, for what is said about predictions
+_LOOKED_AT = 4  # batches that `describe` evaluates
 
 
 def wanted_columns(prepared: Prepared, most_probes: int | None = None) -> list[Column]:
-    """The table's, and those of the curve up to so many probes; without labels those that need none."""
+    """The table's columns, and those of the curve up to so many probes; without labels those that need none."""
     found = [*COLUMNS, *curve(prepared.classes, most_probes)[1:]]
     return [column for column in found if prepared.labelled or not column.estimator.needs_labels]
 
@@ -41,9 +39,9 @@ def exact_diagonal(prepared: Prepared, folder: Folder, seed: int, watch: Watch) 
     task, path = prepared.task.name, folder.file(prepared.task.name, "exact.safetensors")
     if folder.numbers(task, EXACT.key) is not None and path.exists():
         return load_diagonal(path)
-    result, seconds = _run(prepared, EXACT, folder, seed, watch)
+    result, seconds = _timed_diagonal(prepared, EXACT, folder, seed, watch)
     result.save(path)
-    _finish(prepared, folder, EXACT, _numbers(prepared, EXACT, result, result, seconds))
+    _keep_numbers(prepared, folder, EXACT, _column_numbers(prepared, EXACT, result, result, seconds))
     return result
 
 
@@ -51,14 +49,14 @@ def measure(
     prepared: Prepared, column: Column, exact: DiagonalFisher, folder: Folder, seed: int, watch: Watch, keep: bool
 ) -> dict[str, Any]:
     """Run a column and keep its errors; with `keep` its diagonal, too, if it is one of the table."""
-    result, seconds = _run(prepared, column, folder, seed, watch)
+    result, seconds = _timed_diagonal(prepared, column, folder, seed, watch)
     if keep and column in COLUMNS:
         result.save(folder.file(prepared.task.name, f"{column.key}.safetensors"))
-    return _finish(prepared, folder, column, _numbers(prepared, column, result, exact, seconds))
+    return _keep_numbers(prepared, folder, column, _column_numbers(prepared, column, result, exact, seconds))
 
 
 def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
-    """Embeddings stand apart: the row of a rare word has the class noise of the one or two samples that contain it."""
+    """All parameters, embeddings, and the rest: the row of a rare token has the noise of one or two samples."""
     tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
     every = {name: id(parameter) for name, parameter in module.named_parameters() if parameter.requires_grad}
     groups = {
@@ -71,7 +69,7 @@ def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    """How sure the network is, and how often it is right: a wrong order of classes would show."""
+    """How confident and how accurate the network is: a wrong order of classes would show."""
     kept = folder.numbers(prepared.task.name, "facts")
     if kept is not None:
         return kept
@@ -93,10 +91,12 @@ def describe(prepared: Prepared, folder: Folder) -> dict[str, Any]:
     return folder.keep(prepared.task.name, "facts", "facts", facts)
 
 
-def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch) -> tuple[DiagonalFisher, float]:
-    """The diagonal, and the seconds it took (since the run was last taken up)."""
+def _timed_diagonal(
+    prepared: Prepared, column: Column, folder: Folder, seed: int, watch: Watch
+) -> tuple[DiagonalFisher, float]:
+    """The diagonal, and its seconds (since the run was last resumed)."""
     task = prepared.task.name
-    with watch(f"{task}: {column.text}, by {column.by}", len(prepared.data)) as observer:
+    with watch(f"{task}: {column.text}, per {column.per}", len(prepared.data)) as observer:
         start = time.perf_counter()
         result = fisher_diagonal(
             prepared.module,
@@ -106,7 +106,6 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
             granularity=column.granularity,
             reduction="sum",
             seed=seed,
-            cuda_graphs=replays(prepared),
             progress=observer or False,
             checkpoint=folder.file(task, f"{column.key}.checkpoint"),
         )
@@ -116,20 +115,15 @@ def _run(prepared: Prepared, column: Column, folder: Folder, seed: int, watch: W
     return dataclasses.replace(result, provenance=named), seconds
 
 
-def replays(prepared: Prepared) -> bool:
-    """On a GPU, where all batches have the same shapes: sentences are of all lengths."""
-    return model_device(prepared.module).type == "cuda" and prepared.task.kind is not Task.TEXT
-
-
-def _numbers(
+def _column_numbers(
     prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
 ) -> dict[str, Any]:
     p = result.provenance
-    coarse = [name for name, way in p.granularity.items() if way == "batch"] if column.by == "samples" else []
+    per_batch = [name for name, granularity in p.granularity.items() if granularity == "batch"]
     groups = parameter_groups(prepared.module)
     return {
         "estimator": short_name(column.estimator),
-        "by": column.by,
+        "per": column.per,
         "target": p.target,
         "random": column.estimator.noise_factor > 0,
         "passes": p.passes / p.batches,
@@ -137,22 +131,22 @@ def _numbers(
         "samples": result.count,
         "seed": p.seeds,
         "relative_error": result.relative_error,
-        "without_rule": coarse,
-        "errors": {group: _errors(result, exact, names) for group, names in groups.items()},
+        "without_rule": per_batch if column.per == "sample" else [],
+        "errors": {group: _group_errors(result, exact, names) for group, names in groups.items()},
         "seconds": seconds,
         "device": p.device,
         "versions": versions(),
     }
 
 
-def _errors(result: DiagonalFisher, exact: DiagonalFisher, names: list[str]) -> dict[str, Any]:
-    """Of sums over the samples, with the paper's ε."""
+def _group_errors(result: DiagonalFisher, exact: DiagonalFisher, names: list[str]) -> dict[str, Any]:
+    """Errors of sums over the samples, with the paper's ε."""
     mine, theirs = ({name: one.sums[name] for name in names} for one in (result, exact))
     return asdict(compare(mine, theirs, EPSILON))
 
 
-def _finish(prepared: Prepared, folder: Folder, column: Column, numbers: dict[str, Any]) -> dict[str, Any]:
-    """The numbers are written last: they say that the column is finished."""
+def _keep_numbers(prepared: Prepared, folder: Folder, column: Column, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Write the numbers of a column, which marks it as finished, and remove its checkpoint."""
     task = prepared.task.name
     folder.keep(task, column.key, "column", numbers)
     folder.file(task, f"{column.key}.checkpoint").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The whole run: every task, every column, tables and pictures; what is finished is not done again."""
+"""The whole run: every task, every column, tables and plots; what is finished is not done again."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def reproduce(
     rounds: int = ROUNDS,
     most_probes: int | None = None,
 ) -> str:
-    """Do what is not yet done of the tasks; gives the table of all that the folder has.
+    """Run what is not yet finished of the tasks; returns the table of everything in the folder.
 
     Args:
         tasks: of `TASKS`.
         folder: where everything is kept, and found again.
         settings: those of the folder.
         sources: by task, what to use instead of the hub's names.
-        tell: is told, in a line, what has been found.
-        watch: is told how far a run is.
+        tell: called with a line about what has been found.
+        watch: makes the progress observer of a run.
         keep: the diagonals of the table's columns as well, and not only the exact one.
         rounds: of the timing; 0 for none.
         most_probes: where the curve over probes ends, if not at C - 1.
@@ -74,14 +74,14 @@ def _measure_all(
     for column in pending:
         numbers = measure(prepared, column, exact, folder, seed, watch, keep)
         errors = ", ".join(f"{group} {found['relmae']:.3g}" for group, found in numbers["errors"].items())
-        tell(f"{task}: {column.text} by {column.by}, {numbers['passes']:g} passes a batch: RelMAE {errors}")
+        tell(f"{task}: {column.text} per {column.per}, {numbers['passes']:g} passes a batch: RelMAE {errors}")
 
 
 def _draw(prepared: Prepared, folder: Folder, settings: Settings, tell: Tell, watch: Watch) -> None:
-    """Where matplotlib is there; a rerun with it makes the pictures alone."""
+    """Plot if matplotlib is installed; a rerun with it makes only the plots."""
     task = prepared.task
     if find_spec("matplotlib") is None:
-        tell(f"{task.name}: no pictures, since matplotlib is missing: pip install 'neuromanifold[plots]', then again.")
+        tell(f"{task.name}: no plots, since matplotlib is missing: pip install 'neuromanifold[plots]', then run again.")
         return
     if not folder.file(task.name, "histograms.pdf").exists():
         draw_histograms(folder, task, prepared.title, exact_diagonal(prepared, folder, settings.seed, watch).sums)
@@ -92,12 +92,12 @@ def _say_facts(prepared: Prepared, folder: Folder, tell: Tell) -> None:
     facts = describe(prepared, folder)
     said = [prepared.model.about, prepared.data.about, f"C = {prepared.classes}"]
     said.append(f"mean largest probability {facts['mean_largest_probability']:.3f}")
-    said += [f"{100 * facts['accuracy']:.1f} % right"] if facts["accuracy"] is not None else []
+    said += [f"{100 * facts['accuracy']:.1f} % accuracy"] if facts["accuracy"] is not None else []
     tell(f"{prepared.task.name}: {'; '.join(said)}")
 
 
 def _check_space(prepared: Prepared, folder: Folder, keep: bool) -> None:
-    """Said before the run, and not after hours: diagonals that are kept, and a checkpoint that is replaced."""
+    """Refuse before a run of hours if the disk has no room for the diagonals and a checkpoint that is replaced."""
     task = prepared.task.name
     done = sum(folder.file(task, f"{column.key}.safetensors").exists() for column in COLUMNS)
     files = 3 + (len(COLUMNS) - done if keep else 0)

@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """What the user gives instead of the hub's names."""
+    """Model, data and columns that the user gives instead of the hub's names."""
 
     model: str | None = None
     data: str | None = None
@@ -58,12 +58,12 @@ class Prepared:
 
     @property
     def module(self) -> nn.Module:
-        """The network."""
+        """The network that was loaded for the task."""
         return self.model.module
 
     @property
     def title(self) -> str:
-        """Of pictures."""
+        """The title of the task's plots."""
         return f"{self.model.about.rstrip('/')}, in place of {self.task.title}" if self.own else self.task.title
 
     @property
@@ -72,7 +72,7 @@ class Prepared:
         return self.model.classes or self.task.classes
 
     def batches(self, count: int) -> list[dict[str, Any]]:
-        """So many batches, beginning anew where there are fewer."""
+        """The first `count` batches; where there are fewer, they are repeated."""
         some = replace(self.data, rows=self.data.rows[: count * self.data.batch_size])
         made = [batch for batch in some if isinstance(batch, dict)]
         return [made[i % len(made)] for i in range(count)]
@@ -101,13 +101,13 @@ def prepare(task: PaperTask, source: Source, settings: Settings, folder: Folder,
 
 
 def _room() -> int:
-    """Bytes for batches, which every estimator goes through: a part of the memory that is free."""
+    """Bytes for batches that every estimator reads again: a part of the free memory."""
     return (free(torch.device("cpu")) or 0) // _PART
 
 
 @contextmanager
 def _hints(task: PaperTask, source: Source) -> Iterator[None]:
-    """Which task it was, and how to do without the hub."""
+    """Add to an error which task it was, and how to use local copies."""
     try:
         yield
     except LoadError as error:
@@ -221,7 +221,7 @@ def _usable(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
-    """What has to be the same in a rerun."""
+    """What must be the same when a task is resumed."""
     module, data = prepared.module, prepared.data
     (first,) = prepared.batches(1)
     return {

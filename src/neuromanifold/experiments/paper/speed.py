@@ -1,12 +1,12 @@
-"""Seconds for a batch, of each column: all in turn, so that a busy machine is busy for all; medians.
+"""Seconds per batch of each column: interleaved, so that a busy machine slows all of them; medians.
 
 for each round:
     for each column:
-        run over a few batches that lie ready on the device; note the time from one batch to the next
-the first batch of a run, in which it is found out how samples go through the network, does not count; on a GPU, the
-first nine, since in the first eight values are read back, for which it waits
+        run over a few batches that are on the device; note the time from one batch to the next
+the first batch of a run, in which the plan is made, does not count; on a GPU the first nine, since the first eight are
+synchronized
 
-On a CPU it is the processor's time that is taken, which others on the machine lengthen less than the clock's.
+On a CPU processor time is taken, which other processes lengthen less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Batch = dict[str, Tensor]
 
 
 def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Kept in speed.json."""
+    """Time every column; the result is kept in speed.json and read from there the next time."""
     kept = folder.numbers(prepared.task.name, "speed")
     if kept is not None:
         return kept
@@ -49,7 +49,7 @@ def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> d
     seconds: dict[str, list[float]] = {column.key: [] for column in (EXACT, *COLUMNS)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPathWarning)
-        for column in COLUMNS:  # kernels are compiled and memory is had before the first round
+        for column in COLUMNS:  # compile kernels and allocate memory before the first round
             _seconds(prepared, column, batches if device.type == "cuda" else batches[:1], device, left_out)
         for _ in range(rounds):
             for column in often:
@@ -67,14 +67,14 @@ def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> d
 
 
 def device_name(device: torch.device) -> str:
-    """What computes."""
+    """The name of the GPU, or the CPU with its number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, processor time"
 
 
 def _ready(batch: Batch, device: torch.device) -> Batch:
-    """On the device, with labels: where the data have none any will do, since only the time is of interest."""
+    """A batch on the device, with labels: zeros where the data have none, since only the time is of interest."""
     samples = len(next(iter(batch.values())))
     labels = batch.get("labels", torch.zeros(samples, dtype=torch.int64))
     return {name: value.to(device) for name, value in {**batch, "labels": labels}.items()}
@@ -83,7 +83,7 @@ def _ready(batch: Batch, device: torch.device) -> Batch:
 def _seconds(
     prepared: Prepared, column: Column, batches: list[Batch], device: torch.device, left_out: int
 ) -> list[float]:
-    """Of each batch but the first ones."""
+    """The seconds of each batch but the first `left_out`."""
     moments: list[float] = []
     clock = time.process_time if device.type == "cpu" else time.perf_counter
 

@@ -12,6 +12,7 @@ from neuromanifold.experiments.paper.columns import BASELINE, COLUMNS, EXACT, OU
 from neuromanifold.experiments.paper.folder import Folder
 from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
 from neuromanifold.results.files import save_text
+from neuromanifold.results.table import aligned, text_table
 
 GROUPS = {"all": "all parameters", "rest": "all but embeddings", "embeddings": "embeddings"}
 _SHORT = {"all": "RelMAE", "rest": "but emb.", "embeddings": "embeddings"}
@@ -26,7 +27,7 @@ paper: as printed there, for the paper's networks and data.  *: with --model or 
 
 @dataclass(frozen=True)
 class TaskNumbers:
-    """What is kept of a task."""
+    """What a folder holds of a task."""
 
     task: PaperTask
     about: dict[str, Any]
@@ -36,35 +37,35 @@ class TaskNumbers:
     device: str
 
     def relmae(self, column: Column, group: str = "all") -> float | None:
-        """The error of a column; None where there is none."""
+        """The error of a column for a group of parameters; None where it was not measured."""
         errors = self.columns.get(column.key, {}).get("errors", {}).get(group)
         return None if errors is None else errors["relmae"]
 
     def speed(self, column: Column) -> float | None:
-        """Relative to the paper's empirical FIM."""
+        """The speed of a column relative to the paper's empirical FIM; None where it was not timed."""
         own = self.seconds.get(column.key)
         return self.seconds[BASELINE.key] / own if own else None
 
     @property
     def row(self) -> str:
-        """The paper's name for it, with a mark where model or data may be others than the paper's."""
+        """The paper's name for the task, with a mark where model or data may be others than the paper's."""
         return self.task.row + (" *" if self.about["own"] else "")
 
     @property
     def groups(self) -> list[str]:
-        """Of parameters: embeddings and the rest apart, where there are embeddings."""
+        """Groups of parameters: embeddings and the rest apart, where there are embeddings."""
         has = "embeddings" in self.columns[EXACT.key]["errors"]
         return [group for group in GROUPS if group == "all" or has]
 
     @property
-    def every(self) -> list[Column]:
+    def finished(self) -> list[Column]:
         """The table's columns, and those of the curve, as far as they are finished."""
         found = [EXACT, *COLUMNS, *curve(self.about["classes"])[1:]]
         return [column for column in found if column.key in self.columns]
 
 
 def read_numbers(folder: Folder) -> list[TaskNumbers]:
-    """Of all tasks whose exact diagonal is finished, in the paper's order."""
+    """The numbers of all tasks whose exact diagonal is finished, in the paper's order."""
     found = []
     for name, task in TASKS.items():
         about = folder.task(name)
@@ -79,12 +80,11 @@ def read_numbers(folder: Folder) -> list[TaskNumbers]:
 
 
 def write_tables(folder: Folder) -> str:
-    """table.txt, table.csv and table.tex; gives the text."""
+    """Write table.txt, table.csv and table.tex; returns the text."""
     tasks = read_numbers(folder)
     text = as_text(tasks)
-    save_text(folder.path / "table.txt", text)
-    save_text(folder.path / "table.csv", as_csv(tasks))
-    save_text(folder.path / "table.tex", as_latex(tasks))
+    for suffix, contents in (("txt", text), ("csv", as_csv(tasks)), ("tex", as_latex(tasks))):
+        save_text(folder.path / f"table.{suffix}", contents)
     return text
 
 
@@ -100,22 +100,18 @@ def as_csv(tasks: Sequence[TaskNumbers]) -> str:
     """A line for each task, group of parameters and estimator."""
     out = io.StringIO()
     quantities = ("relmae", "relmae_positive", "mae", "mean_ratio", "cosine", "rank_correlation", "entries", "positive")
-    head = ["task", "group", "column", "estimator", "by", "target", "passes", *quantities]
+    head = ["task", "group", "column", "estimator", "per", "target", "passes", *quantities]
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*head, "seconds_per_batch", "speed", "paper_relmae", "paper_speed"])
     for one in tasks:
-        for column in one.every:
+        for column in one.finished:
             numbers, printed = one.columns[column.key], one.task.printed.get(column.key)
+            what = [numbers["estimator"], column.per, numbers["target"], numbers["passes"]]
+            paper = (printed.relmae, printed.speed) if printed else (None, None)
             for group, errors in numbers["errors"].items():
-                row = [
-                    one.task.name,
-                    group,
-                    column.key,
-                    *(numbers[key] for key in ("estimator", "by", "target", "passes")),
-                ]
-                row += [errors[quantity] for quantity in quantities]
-                row += [one.seconds.get(column.key), one.speed(column)]
-                writer.writerow([*row, *((printed.relmae, printed.speed) if printed else (None, None))])
+                measured = [errors[quantity] for quantity in quantities]
+                speed = [one.seconds.get(column.key), one.speed(column)]
+                writer.writerow([one.task.name, group, column.key, *what, *measured, *speed, *paper])
     return out.getvalue()
 
 
@@ -126,7 +122,7 @@ def as_latex(tasks: Sequence[TaskNumbers]) -> str:
         r"% needs \usepackage{amssymb, booktabs, xcolor}",
         rf"\begin{{tabular}}{{l{'r' * len(PAPER)}|{'r' * len(OURS)}}}",
         r"\toprule",
-        rf"& \multicolumn{{{len(PAPER)}}}{{c}}{{the paper's}} & \multicolumn{{{len(OURS)}}}{{c}}{{by samples}} \\",
+        rf"& \multicolumn{{{len(PAPER)}}}{{c}}{{the paper's}} & \multicolumn{{{len(OURS)}}}{{c}}{{per sample}} \\",
         rf"& {heads} \\",
         r"\midrule",
     ]
@@ -141,74 +137,55 @@ def as_latex(tasks: Sequence[TaskNumbers]) -> str:
 
 
 def _latex_cells(one: TaskNumbers, group: str) -> list[str]:
-    errors = {column.key: one.relmae(column, group) for column in COLUMNS}
-    least = min((_shown(error) for error in errors.values() if error is not None), key=float)
+    errors = [one.relmae(column, group) for column in COLUMNS]
+    least = min((_shown(error) for error in errors if error is not None), key=float)
     cells = []
-    for column in COLUMNS:
-        error, speed = errors[column.key], one.speed(column)
-        if error is None:
-            cells.append("--")
-            continue
-        shown = rf"\mathbf{{{_shown(error)}}}" if _shown(error) == least else _shown(error)
-        cells.append(f"${shown}$" + (rf"\,($\times{speed:.2f}$)" if speed is not None and group == "all" else ""))
+    for column, error in zip(COLUMNS, errors, strict=True):
+        text, speed = _shown(error), one.speed(column)
+        bold = rf"\mathbf{{{text}}}" if text == least else text
+        factor = rf"\,($\times{speed:.2f}$)" if speed is not None and group == "all" else ""
+        cells.append("--" if error is None else f"${bold}${factor}")
     return cells
 
 
 def _overview(tasks: Sequence[TaskNumbers], group: str) -> str:
-    rows = [["", *(column.text for column in COLUMNS)], ["", *(f"by {column.by}" for column in COLUMNS)]]
+    rows = [["", *(column.text for column in COLUMNS)], ["", *(f"per {column.per}" for column in COLUMNS)]]
     for one in tasks:
-        cells = [_cell(one.relmae(column, group), one.speed(column)) for column in COLUMNS]
-        rows.append([one.row, *cells])
+        pairs = [(_shown(one.relmae(column, group)), one.speed(column)) for column in COLUMNS]
+        rows.append([one.row, *(e if e == "-" or speed is None else f"{e} ×{speed:.2f}" for e, speed in pairs)])
         if group == "all":
             printed = [one.task.printed.get(column.key) for column in COLUMNS]
             rows.append(["  paper", *(f"{p.relmae:g} ×{p.speed:.2f}" if p else "" for p in printed)])
-    return f"RelMAE, {GROUPS[group]}\n{_aligned(rows)}"
+    return "\n".join([f"RelMAE, {GROUPS[group]}", *aligned(rows), ""])
 
 
 def _details(one: TaskNumbers) -> str:
-    a, sure, right = one.about, one.facts.get("mean_largest_probability"), one.facts.get("accuracy")
+    a, confidence, accuracy = one.about, one.facts.get("mean_largest_probability"), one.facts.get("accuracy")
     lines = [f"{'In place of ' if a['own'] else ''}{one.task.title}: {a['model']}; {a['data']}"]
     said = [f"{a['parameters']:,} parameters", f"C = {a['classes']}", f"{a['samples']:,} samples"]
-    said += [f"mean largest probability {sure:.3f}"] if sure is not None else []
-    said += [f"accuracy {right:.3f}"] if right is not None else []
+    said += [f"mean largest probability {confidence:.3f}"] if confidence is not None else []
+    said += [f"accuracy {accuracy:.3f}"] if accuracy is not None else []
     lines.append("; ".join([*said, *([f"times on {one.device}"] if one.device else [])]))
-    heads = [_SHORT[group] for group in one.groups]
-    rows = [["estimator", "by", "passes", *heads, "MAE", "rank corr.", "s/batch", "speed"]]
-    for column in one.every:
-        numbers = one.columns[column.key]
-        everything, seconds, speed = numbers["errors"]["all"], one.seconds.get(column.key), one.speed(column)
-        errors = [_number(numbers["errors"][group]["relmae"]) for group in one.groups]
-        rank = everything["rank_correlation"]
-        row = [numbers["estimator"], column.by, f"{numbers['passes']:g}", *errors, _number(everything["mae"])]
-        row += ["-" if rank is None else f"{rank:.4f}", _number(seconds), "" if speed is None else f"×{speed:.2f}"]
-        rows.append(row)
     coarse = one.columns.get(OURS[-1].key, {}).get("without_rule", [])
     if coarse:
         shown = ", ".join(coarse[:2]) + (f" and {len(coarse) - 2} more" if len(coarse) > 2 else "")
-        lines.append(f"squared by batches even where it says samples, for want of a rule: {shown}")
-    return "\n".join([*lines, _aligned(rows)])
+        lines.append(f"squared per batch in every row, since no per-sample rule applies: {shown}")
+    rows = []
+    for column in one.finished:
+        numbers, speed = one.columns[column.key], one.speed(column)
+        everything, rank = numbers["errors"]["all"], numbers["errors"]["all"]["rank_correlation"]
+        errors = [numbers["errors"][group]["relmae"] for group in one.groups]
+        measured = ["" if x is None else f"{x:.3g}" for x in (*errors, everything["mae"], one.seconds.get(column.key))]
+        measured.insert(-1, "-" if rank is None else f"{rank:.4f}")
+        rows.append([numbers["estimator"], column.per, f"{numbers['passes']:g}", *measured])
+        rows[-1].append("" if speed is None else f"×{speed:.2f}")
+    heads = [_SHORT[group] for group in one.groups]
+    header = ["estimator", "per", "passes", *heads, "MAE", "rank corr.", "s/batch", "speed"]
+    return "\n".join([*lines, text_table(header, rows, left=2), ""])
 
 
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
-
-
-def _cell(error: float | None, speed: float | None) -> str:
-    return "-" if error is None else _shown(error) + ("" if speed is None else f" ×{speed:.2f}")
-
-
-def _shown(error: float) -> str:
-    """As the paper prints them; below a hundred-thousandth only rounding is left."""
+def _shown(error: float | None) -> str:
+    """An error as the paper prints it; below a hundred-thousandth only rounding is left."""
+    if error is None:
+        return "-"
     return "0" if error < 1e-5 else f"{error:.2g}" if error < 1 else f"{error:.3g}" if error < 1000 else f"{error:.0f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

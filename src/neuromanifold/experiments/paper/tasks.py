@@ -45,7 +45,7 @@ class PaperTask:
     subset: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)  # of the hub's data, where their names are unusual
     class_names: Mapping[str, int] = field(default_factory=dict)  # of the hub's model, where its config has none
-    longest: int | None = None  # tokens or values of sound; what is longer is cut
+    longest: int | None = None  # tokens or audio samples; what is longer is cut
 
 
 def _printed(*cells: tuple[float, float]) -> dict[str, Printed]:

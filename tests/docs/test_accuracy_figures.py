@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from docs.figures.accuracy import all_error_costs, error_cost, plot_error_cost
 
-from neuromanifold.experiments.error_cost import CEILING, FLOOR, all_error_costs, error_cost, label, plot_error_cost
+from neuromanifold.experiments.error_cost import CEILING, FLOOR, label
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -39,9 +40,9 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert (network.task, network.classes, network.samples, network.batch_size) == ("six", 6, 8, 4)
     assert [point.cost for point in network.curve] == [1, 2, 4, 5]
     assert [point.error for point in network.curve] == [0.1, 0.05, 0.025, 0.0]
-    assert network.by_batches.error == 0.3
-    assert [(point.by_samples, point.unbiased) for point in network.points] == [(False, True), (True, False)]
-    assert label(network.points[1]) == "Empirical() by samples, biased"
+    assert network.paper.error == 0.3
+    assert [(point.per_sample, point.unbiased) for point in network.points] == [(False, True), (True, False)]
+    assert label(network.points[1]) == "Empirical() per sample, biased"
     assert [point.cost for point in error_cost(tmp_path / "accuracy-six.json", "time").curve] == [1.5, 3, 6, 7.5]
     assert error_cost(tmp_path / "accuracy-six.json", group="all").curve[0].error == 0.2
 
@@ -76,8 +77,8 @@ def test_the_picture_draws_the_data(tmp_path: Path) -> None:
     assert list(curve.get_ydata()) == [0.1, 0.05, 0.025, FLOOR]  # an error of zero stands at the lower edge
     assert set(level.get_ydata()) == {0.3}
     assert {line.get_label(): line.get_ydata()[0] for line in points} == {
-        "Hutchinson(deflate=0) by batches": 0.3,
-        "Empirical() by samples, biased": CEILING,
+        "Hutchinson(deflate=0) per batch": 0.3,
+        "Empirical() per sample, biased": CEILING,
     }
     assert [text.get_text() for text in six.texts] == ["123"]  # what is above the ceiling is told
     assert six.get_xscale() == six.get_yscale() == "log"
@@ -92,4 +93,4 @@ def test_the_results_of_the_repository_can_be_drawn() -> None:
     assert len(plot_error_cost(networks).axes) >= len(networks)
     for one in networks:
         assert one.curve[-1].cost == one.classes - 1
-        assert one.curve[-1].error < 1e-5 < one.by_batches.error
+        assert one.curve[-1].error < 1e-5 < one.paper.error
