@@ -1,4 +1,4 @@
-"""A case of the zoo: a model and batches, made from a few drawn numbers, twice the same (for the library, for the loop).
+"""A case of the zoo: a model and batches made from a few drawn numbers, twice the same (for library and reference).
 
 A *kind* is a function from a `Maker` to a model and the inputs of its batches.  It takes sizes from the maker and picks
 options there, so Hypothesis draws `Spec`s without knowing the kinds, and shrinks to small sizes and first options.
@@ -42,6 +42,7 @@ class Case:
     labels: list[Tensor] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)  # of fisher_diagonal
     mixes: bool = False  # samples influence each other: there must be a warning
+    changes_itself: bool = False  # forward replaces weights of the model
     may_refuse: bool = False  # may be refused even where there is one batch only, so that nothing can come late
     chosen: dict[str, Any] = field(default_factory=dict)
 
@@ -71,13 +72,13 @@ class Maker:
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """float64 numbers that float32 holds exactly."""
-        return (torch.randn(*shape, generator=self._generator) * scale).double()
+        return (torch.randn(shape, generator=self._generator) * scale).double()
 
     def randint(self, high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=self._generator)
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.zeros(*shape))  # `case` fills it
+        return nn.Parameter(torch.zeros(shape))  # `case` fills it
 
     def head(self, width: int | None = None, bias: bool = True) -> nn.Linear:
         return nn.Linear(self.d if width is None else width, self.c, bias=bias)
@@ -109,18 +110,21 @@ class Maker:
 def make(spec: Spec, kinds: dict[str, Kind], dtype: torch.dtype | None = None) -> Case:
     """The case of a spec, in its own dtype or another."""
     dtype = spec.dtype if dtype is None else dtype
-    case = kinds[spec.kind](Maker(spec))
+    with torch.random.fork_rng():
+        torch.manual_seed(spec.seed)  # of whatever torch draws when a module is made
+        case = kinds[spec.kind](Maker(spec))
     case.model.to(dtype)
     case.inputs = [_cast(value, dtype) for value in case.inputs]
     return case
 
 
-def specs(kind: str) -> st.SearchStrategy[Spec]:
+def specs(kind: str, fewest: int = 1) -> st.SearchStrategy[Spec]:
     """Specs of one kind; the simplest has two batches of three samples, three positions and three features."""
+    sizes = [tuple(max(size, fewest) for size in one) for one in SIZES]
     return st.builds(
         Spec,
         kind=st.just(kind),
-        sizes=st.sampled_from(SIZES),
+        sizes=st.sampled_from(sizes),
         steps=st.sampled_from((3, 2, 4, 1, 5)),
         width=st.sampled_from((3, 2, 4)),
         classes=st.sampled_from((3, 2, 4)),

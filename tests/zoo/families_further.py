@@ -89,7 +89,9 @@ def other_branches_later(m: Maker) -> Case:
             z = torch.tanh(n.a(x.reshape(-1, width)))
             return n.h(z.as_strided((size, width), (steps * width, 1)) if not late else z.view(size, steps, -1)[:, -1])
         if how == "other reshape":
-            rows = x.transpose(0, 1).reshape(-1, width) if late else x.transpose(1, 2).transpose(1, 2).reshape(-1, width)
+            rows = (
+                x.transpose(0, 1).reshape(-1, width) if late else x.transpose(1, 2).transpose(1, 2).reshape(-1, width)
+            )
             z = torch.tanh(n.a(rows))
             z = z.view(steps, size, width).transpose(0, 1) if late else z.view(size, steps, width).transpose(1, 1)
             return n.h(z.mean(1))
@@ -121,7 +123,9 @@ def the_same_names_of_operations(m: Maker) -> Case:
             z = torch.tanh(n.a(x.transpose(0, 1) if late else x))
             return n.h(z.sum(0) if late else z.sum(1))
         if how == "split":
-            u, v = n.a(torch.cat([x[:, 0], x[:, -1]]) if late else torch.stack([x[:, 0], x[:, -1]], 1).flatten(0, 1)).split(size)
+            u, v = n.a(
+                torch.cat([x[:, 0], x[:, -1]]) if late else torch.stack([x[:, 0], x[:, -1]], 1).flatten(0, 1)
+            ).split(size)
             both = torch.cat([u, v])
             both = torch.stack(both.split(size), 1) if late else both.view(size, 2, width)
             return n.h(torch.tanh(both[:, 0]) * both[:, 1])
@@ -175,7 +179,9 @@ def cached_with_a_graph(m: Maker) -> Case:
 @kind
 def odd_strides(m: Maker) -> Case:
     """Expanded (stride 0), transposed, sliced and channels-last tensors as inputs of layers, and as gradients."""
-    how = m.pick("how", "expanded input", "transposed", "sliced", "channels last", "expanded gradient", "flipped", "strided")
+    how = m.pick(
+        "how", "expanded input", "transposed", "sliced", "channels last", "expanded gradient", "flipped", "strided"
+    )
 
     def run(n: Any, x: Tensor) -> Tensor:
         if how == "expanded input":
@@ -307,7 +313,9 @@ def weights_shared_with_modules_without_a_rule(m: Maker) -> Case:
                 return x @ self.kernel.tanh().T
             if how == "batched":
                 return torch.bmm(self.kernel.expand(len(x), -1, -1), x[..., None])[..., 0]
-            return (x[:, None] * self.kernel).sum(-1) if how == "broadcast" else x @ torch.linalg.matrix_exp(self.kernel)
+            return (
+                (x[:, None] * self.kernel).sum(-1) if how == "broadcast" else x @ torch.linalg.matrix_exp(self.kernel)
+            )
 
     how = m.pick("how", "nonlinear", "batched", "broadcast", "matrix exponential")
     made = parts(m)
@@ -393,7 +401,7 @@ def outputs_as_views_of_inputs(m: Maker) -> Case:
 
 @kind
 def far_apart_samples(m: Maker) -> Case:
-    """Samples whose gradients differ by many orders of magnitude: a small one must not be lost, nor a wrong one hidden."""
+    """Samples whose gradients differ by orders of magnitude: no small one is lost, no wrong one hidden."""
     order = m.pick("order", "samples", "positions")
 
     def run(n: Any, x: Tensor, scale: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ class Doubled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
+        del ctx
         return g.mul_(2)
 
 
@@ -48,10 +50,12 @@ class Reversed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
+        del ctx
         return g.neg_()
 
 
@@ -60,10 +64,12 @@ class Zeroing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
+        del ctx
         kept = g.clone()
         g.zero_()
         return kept
@@ -124,6 +130,43 @@ def overwritten_in_one_branch(m: Maker) -> Case:
         return n.h(left * 2.0 + right * 3.0 if order == "left" else right * 3.0 + left * 2.0)
 
     return m.case(run, m.inputs(m.d), parts(m))
+
+
+@kind
+def overwritten_in_a_residual(m: Maker) -> Case:
+    """f(z) + a(z): both get the same gradient, and a is done with it first, since it was called last."""
+    f, times = function(m), m.pick("times", 2, 1, 3)
+    layer = m.pick("layer", nn.Linear(m.d, m.d), nn.LayerNorm(m.d), nn.Linear(m.d, m.d, bias=False), nn.PReLU(m.d))
+    rows = not isinstance(layer, nn.PReLU) and m.pick("rows", False, True)
+
+    def run(n: Any, x: Tensor) -> Tensor:
+        z = n.b(x.flatten(0, 1) if rows else x[:, 0])
+        for _ in range(times):
+            side = f(torch.tanh(z))
+            z = side + n.a(z)
+        return n.h(z.unflatten(0, (len(x), -1)).mean(1) if rows else z)
+
+    return m.case(run, m.inputs(m.t, m.d), {**parts(m), "a": layer})
+
+
+@kind
+def overwritten_beside_parameters(m: Maker) -> Case:
+    """f(z) + s, f(z) * s: what is picked up where s is broadcast is overwritten right after."""
+    f, how, times = function(m), m.pick("how", "add", "mul", "expand", "product"), m.pick("times", 1, 2)
+
+    def run(n: Any, x: Tensor) -> Tensor:
+        z = n.a(x)
+        for _ in range(times):
+            side = f(torch.tanh(z))
+            z = {
+                "add": lambda side=side: side + n.s,
+                "mul": lambda side=side: side + x * n.s,
+                "expand": lambda side=side: side + n.s.expand_as(side),
+                "product": lambda side=side: side + x @ n.w,
+            }[how]()
+        return n.h(z)
+
+    return m.case(run, m.inputs(m.d), {**parts(m), "s": m.parameter(m.d), "w": m.parameter(m.d, m.d)})
 
 
 @kind
@@ -238,7 +281,7 @@ def written_into_a_buffer(m: Maker) -> Case:
             elif order == "positions":
                 z[t] = out
             else:
-                z[t * size : (t + 1) * size] += out
+                z[t * size : (t + 1) * size].add_(out)
         z = n.b(z)
         if order == "samples":
             return n.h(z.mean(1))
@@ -263,7 +306,9 @@ class Writing(nn.Module):
 
 @kind
 def in_place_activations(m: Maker) -> Case:
-    act = m.pick("act", nn.ReLU(True), nn.ELU(inplace=True), nn.LeakyReLU(0.1, True), nn.Hardtanh(inplace=True), nn.SiLU(True))
+    act = m.pick(
+        "act", nn.ReLU(True), nn.ELU(inplace=True), nn.LeakyReLU(0.1, True), nn.Hardtanh(inplace=True), nn.SiLU(True)
+    )
     return m.case(Writing(m.d, m.c, act), m.inputs(m.d))
 
 

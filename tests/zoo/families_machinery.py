@@ -1,4 +1,4 @@
-"""Torch's own machinery around modules: checkpointing, scripting, tracing, compiling, vmap, nested and sparse inputs."""
+"""Torch's machinery around modules: checkpointing, scripting, tracing, compiling, vmap, nested and sparse inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norm-like modules as other libraries define them, called on frames or positions flattened into the first dimension."""
+"""Norm-like modules as other libraries define them, on frames or positions flattened into the first dimension."""
 
 from __future__ import annotations
 
@@ -44,12 +44,16 @@ class ChannelsFirstLayerNorm(_Norm):
         return self.weight[:, None] * (x - mean) / (var + 1e-6).sqrt() + self.bias[:, None]
 
 
-class GatedRMSNorm(nn.Module):
-    """As in Mamba 2: the gate is the second argument."""
+class _Scale(nn.Module):
+    """A weight of shape [d]."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d))
+
+
+class GatedRMSNorm(_Scale):
+    """As in Mamba 2: the gate is the second argument."""
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         x = x if gate is None else x * nn.functional.silu(gate)
@@ -61,10 +65,10 @@ class OnePlusRMSNorm(GatedRMSNorm):
         return super().forward(x, gate) + x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-class ClampedRMSNorm(GatedRMSNorm):
+class ClampedRMSNorm(_Scale):
     """Linear in the weight for 0 to 2, and nowhere else."""
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.weight.clamp(0, 2) * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -121,10 +125,10 @@ class PositionRMSNorm(_Norm):
         return self.weight * x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt() + self.bias
 
 
-class FloatRMSNorm(GatedRMSNorm):
+class FloatRMSNorm(_Scale):
     """Works in float32 if given less, as transformers do."""
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
@@ -157,7 +161,9 @@ def _layout(m: Maker) -> Any:
             return z
         if order.endswith("apart"):
             return z.mean(0 if order.startswith("positions") else 1)
-        return z.unflatten(0, (-1, size)).mean(0) if order.startswith("positions") else z.unflatten(0, (size, -1)).mean(1)
+        return (
+            z.unflatten(0, (-1, size)).mean(0) if order.startswith("positions") else z.unflatten(0, (size, -1)).mean(1)
+        )
 
     return flatten, pool
 
@@ -227,4 +233,8 @@ def _called_twice(m: Maker) -> Case:
 
 KINDS |= {norm.__name__: _last(norm) for norm in (*LAST, *ODD)}
 KINDS |= {norm.__name__: _middle(norm) for norm in MIDDLE}
-KINDS |= {"ChannelsFirstLayerNorm": _channels_first, "ConditionalLayerNorm": _conditional, "called twice": _called_twice}
+KINDS |= {
+    "ChannelsFirstLayerNorm": _channels_first,
+    "ConditionalLayerNorm": _conditional,
+    "called twice": _called_twice,
+}

@@ -65,7 +65,9 @@ def loops_over_cells(m: Maker) -> Case:
 
     def run(n: Any, x: Tensor) -> Tensor:
         size = len(x)
-        start = {"zeros": x.new_zeros(size, x.shape[2]), "parameter": n.s.expand(size, -1), "input": x[:, 0]}[state_from]
+        start = {"zeros": x.new_zeros(size, x.shape[2]), "parameter": n.s.expand(size, -1), "input": x[:, 0]}[
+            state_from
+        ]
         state: Any = (start, start * 0.5) if which is nn.LSTMCell else start
         for t in range(x.shape[1]):
             state = n.cell(x[:, t], state)
@@ -85,7 +87,9 @@ def loops_over_layers(m: Maker) -> Case:
         return n.h(state)
 
     inputs = [m.randn(size, m.t + i, m.d) for i, size in enumerate(m.spec.sizes)]
-    return m.case(run, inputs, {"a": nn.Linear(m.d, m.d), "b": nn.Linear(m.d, m.d), "gate": nn.Linear(m.d, 1), "h": m.head()})
+    return m.case(
+        run, inputs, {"a": nn.Linear(m.d, m.d), "b": nn.Linear(m.d, m.d), "gate": nn.Linear(m.d, 1), "h": m.head()}
+    )
 
 
 @kind

@@ -47,7 +47,7 @@ def data_replaced_in_forward(m: Maker) -> Case:
         z = through(n, x)
         return z.mean(1) if z.ndim > 2 else z
 
-    return _settled(m.case(run, inputs, mlp(m)))
+    return m.case(run, inputs, mlp(m), changes_itself=True)
 
 
 @kind
@@ -59,7 +59,7 @@ def data_replaced_later(m: Maker) -> Case:
         return through(n, x)
 
     inputs = [(x, torch.tensor(1.0 + i).double()) for i, x in enumerate(m.inputs(m.d))]
-    case = m.case(run, inputs, {**mlp(m), "original": nn.Buffer(m.randn(m.d, m.d))})
+    case = m.case(run, inputs, {**mlp(m), "original": nn.Buffer(m.randn(m.d, m.d))}, changes_itself=True)
     case.model.b.weight.data = case.model.original.clone()
     return case
 
@@ -77,7 +77,7 @@ class PreHook:
 def data_replaced_by_a_hook(m: Maker) -> Case:
     parts = mlp(m)
     parts[m.pick("which", "b", "a", "h")].register_forward_pre_hook(PreHook(m.pick("how", "quantised", "clipped")))
-    return _settled(m.case(through, m.inputs(m.d), parts))
+    return m.case(through, m.inputs(m.d), parts, changes_itself=True)
 
 
 class QuantisedLinear(nn.Linear):
@@ -90,15 +90,7 @@ class QuantisedLinear(nn.Linear):
 
 @kind
 def data_replaced_in_a_subclass(m: Maker) -> Case:
-    return _settled(m.case(through, m.inputs(m.d), {**mlp(m), "b": QuantisedLinear(m.d, m.d)}))
-
-
-def _settled(case: Case) -> Case:
-    """What replaces is applied already, so that the model is changed by no call: replacing again changes nothing."""
-    with torch.no_grad():
-        first = case.inputs[0]
-        case.model.eval()(*(first if isinstance(first, tuple) else (first,)))
-    return case
+    return m.case(through, m.inputs(m.d), {**mlp(m), "b": QuantisedLinear(m.d, m.d)}, changes_itself=True)
 
 
 @kind
@@ -142,7 +134,9 @@ def detached(m: Maker) -> Case:
         stopped = functional.linear(z, n.b.weight.detach(), n.b.bias if order == "function only" else None)
         if order == "function only":
             return n.h(stopped)
-        return n.h(torch.tanh(n.b(stopped)) if order == "function first" else functional.linear(n.b(z), n.b.weight.detach()))
+        return n.h(
+            torch.tanh(n.b(stopped)) if order == "function first" else functional.linear(n.b(z), n.b.weight.detach())
+        )
 
     return m.case(run, m.inputs(m.d), mlp(m))
 

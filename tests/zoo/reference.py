@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 ADVICE = re.compile(
     r"\b(Use|Pass|Leave|Give|Begin|Start|Write|Look|Set|Choose|Yield|Wrap|Replace|Remove|Compute|Call|Run|Return|Make|"
-    r"Register|Exclude|Take|Split|Switch|Turn|Move|Convert|Train|Evaluate|Try|Put|Sort)\b"
+    r"Register|Exclude|Take|Split|Switch|Turn|Move|Convert|Train|Evaluate|Try|Put|Sort|Let)\b"
 )
 TORCH_SPEAKING = re.compile(
     r"allow_unused|retain_graph|inplace operation|does not have a grad_fn|is invalid for input|mat1 and mat2|must match"
@@ -69,7 +69,7 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             for at in positions:
                 rows = _jacobian(output, at, list(named.values()))  # for each parameter [C, ...]
                 for (name, p), J in zip(named.items(), rows, strict=True):
-                    J = J.reshape(J.shape[0], -1)  # noqa: N806
+                    J = J.reshape(J.shape[0], -1)
                     exact[name] += torch.einsum("cp,cd,dp->p", J, metric[at], J).view_as(p)
                     total[name] += (scores[at] @ J).view_as(p)
             for name, g in total.items():
@@ -88,35 +88,27 @@ def _jacobian(output: Tensor, at: tuple[int, ...], parameters: list[nn.Parameter
         cotangent = torch.zeros_like(output)
         cotangent[(*at, c)] = 1
         found = torch.autograd.grad(output, parameters, cotangent, retain_graph=True, allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)])
+        pairs = zip(found, parameters, strict=True)
+        rows.append([torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g for g, p in pairs])
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-def judge(spec: Spec, kinds: dict[str, Kind], estimator: nm.Estimator, **options: Any) -> Verdict:
-    """Run one estimator that has no noise on a case, and compare."""
-    expected = reference(make(spec, kinds, torch.float64))[1 if isinstance(estimator, nm.Empirical) else 0]
-    case = make(spec, kinds)
-    return _compare(case, expected, lambda: _diagonal(case, estimator, **options), TOLERANCE[spec.dtype])
-
-
 def judge_all(spec: Spec, kinds: dict[str, Kind]) -> dict[str, Verdict]:
-    """Exact, empirical, orthogonal probes that leave no noise, their sum as a trace; in all, nothing may change."""
+    """Exact, empirical, orthogonal probes that leave no noise, and the trace, each of a fresh model."""
     exact, empirical = reference(make(spec, kinds, torch.float64))
-    case, tolerance = make(spec, kinds), TOLERANCE[spec.dtype]
+    total = sum((value.sum() for value in exact.values()), torch.zeros((), dtype=torch.float64))
     probes = nm.Hutchinson(probes=max(1, spec.classes - 1))
-    calls: dict[str, tuple[dict[str, Tensor], Callable[[], Any]]] = {
-        "exact": (exact, lambda: _diagonal(case, nm.Exact())),
-        "empirical": (empirical, lambda: _diagonal(case, nm.Empirical())),
-        "trace": (
-            {"": sum((value.sum() for value in exact.values()), torch.zeros((), dtype=torch.float64))},
-            lambda: {"": float(nm.fisher_trace(case.model, case.data(), nm.Exact(), reduction="sum", **case.options))},
-        ),
+    calls: dict[str, tuple[dict[str, Tensor], Callable[[Case], Any]]] = {
+        "exact": (exact, lambda case: _diagonal(case, nm.Exact())),
+        "empirical": (empirical, lambda case: _diagonal(case, nm.Empirical())),
+        "trace": ({"": total}, lambda case: {"": _trace(case)}),
     }
-    if case.labels[0].ndim == 1 and spec.classes > 2:  # orthogonal probes are two at least
-        calls["probes, sample"] = exact, lambda: _diagonal(case, probes, granularity="sample")
-        calls["probes, auto"] = exact, lambda: _done_by_sample(_diagonal(case, probes), spec)
+    if make(spec, kinds).labels[0].ndim == 1 and spec.classes > 2:  # orthogonal probes are two at least
+        calls["probes, sample"] = exact, lambda case: _diagonal(case, probes, granularity="sample")
+        calls["probes, auto"] = exact, lambda case: _done_by_sample(_diagonal(case, probes), spec)
+    tolerance = TOLERANCE[spec.dtype]
     return {  # a trace is added up in float32
-        name: _compare(case, expected, call, max(tolerance, 1e-6) if name == "trace" else tolerance)
+        name: _compare(make(spec, kinds), expected, call, max(tolerance, 1e-6) if name == "trace" else tolerance)
         for name, (expected, call) in calls.items()
     }
 
@@ -128,7 +120,7 @@ def judge_mixing(spec: Spec, kinds: dict[str, Kind], estimator: nm.Estimator | N
         warnings.simplefilter("always")
         try:
             _diagonal(case, estimator)
-        except ERRORS as error:
+        except Exception as error:
             return _refusal(error, needless=False)
     told = [w for w in caught if issubclass(w.category, UserWarning) and MIXING.search(str(w.message))]
     return Verdict("right") if told else Verdict("silent", str([str(w.message)[:80] for w in caught]))
@@ -138,6 +130,10 @@ def _diagonal(case: Case, estimator: nm.Estimator | None, **options: Any) -> Map
     return nm.fisher_diagonal(case.model, case.data(), estimator, reduction="sum", **case.options, **options)
 
 
+def _trace(case: Case) -> float:
+    return float(nm.fisher_trace(case.model, case.data(), nm.Exact(), reduction="sum", **case.options))
+
+
 def _done_by_sample(result: Any, spec: Spec) -> dict[str, Tensor]:
     """The parameters for which probes leave no noise: by samples, or where each batch is a sample."""
     methods = result.provenance.granularity
@@ -145,18 +141,18 @@ def _done_by_sample(result: Any, spec: Spec) -> dict[str, Tensor]:
 
 
 def _compare(
-    case: Case, expected: dict[str, Tensor], call: Callable[[], Mapping[str, Any]], tolerance: float
+    case: Case, expected: dict[str, Tensor], call: Callable[[Case], Mapping[str, Any]], tolerance: float
 ) -> Verdict:
     before = {name: value.clone() for name, value in case.model.state_dict().items() if isinstance(value, Tensor)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = call()
-        except ERRORS as error:
+            found = call(case)
+        except Exception as error:
             return _refusal(error, needless=len(case.inputs) == 1 and not case.may_refuse)
     after = case.model.state_dict()
     different = [name for name, value in before.items() if not torch.equal(after[name], value)]
-    if different or any(p.grad is not None for p in case.model.parameters()):
+    if (different and not case.changes_itself) or any(p.grad is not None for p in case.model.parameters()):
         return Verdict("changed", f"{different or '.grad'}")
     scale = max(float(value.abs().max()) for value in expected.values() if value.numel())
     for name, value in found.items():
@@ -173,6 +169,6 @@ def _compare(
 
 def _refusal(error: Exception, *, needless: bool) -> Verdict:
     text = str(error)
-    if not ADVICE.search(text) or TORCH_SPEAKING.search(text):
+    if not isinstance(error, ERRORS) or not ADVICE.search(text) or TORCH_SPEAKING.search(text):
         return Verdict("crashed", f"{type(error).__name__}: {text[:160]}")
     return Verdict("refused needlessly" if needless else "refused", text[:160])
