@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import neuromanifold as nm
 from neuromanifold.diagnostics.check_result import CheckRow, verdict
-from neuromanifold.diagnostics.trials import coverage, short_name
+from neuromanifold.diagnostics.runs import coverage, short_name
 from tests.problems.networks import PROBLEMS
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -49,14 +49,14 @@ def test_a_row_for_every_estimator(result: nm.Check) -> None:
         "Hutchinson(deflate=0)",
         "Hutchinson(probes=2)",
         "Hutchinson(probes=4)",
-        "Hutchinson() by batches",
+        "Hutchinson() per batch",
         "MonteCarlo()",
         "Exact(envelope=Upper())",
         "Exact(envelope=Lower(rank=1))",
         "Empirical()",
         "SquaredBatchGradient()",
     ]
-    assert all(eval(row.name.removesuffix(" by batches"), vars(nm)) == row.estimator for row in result.rows)
+    assert all(eval(row.name.removesuffix(" per batch"), vars(nm)) == row.estimator for row in result.rows)
     assert all(row.time > 0 and math.isfinite(row.time) for row in result.rows)
     assert [row.passes for row in result.rows] == [4, 1, 1, 2, 4, 1, 1, 5, 1, 1, 1]
     unbiased = {row.name for row in result.rows if row.unbiased}

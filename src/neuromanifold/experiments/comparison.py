@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 
 import torch
@@ -20,14 +21,13 @@ from torch.nn.functional import cross_entropy
 
 from neuromanifold import estimators as nm
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.diagnostics.trials import Trial, timed
+from neuromanifold.diagnostics.runs import Runs, timed
 from neuromanifold.estimators import Estimator
 from neuromanifold.experiments import Report
 from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.unchanged import unchanged
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.run.fisher import fisher_diagonal
-from neuromanifold.run.granularity import Granularity
 
 ESTIMATORS: dict[str, Estimator] = {
     "Empirical()": nm.Empirical(),
@@ -87,44 +87,44 @@ def compare_estimators(
     if not batches:
         raise ValueError(message("batches", "a list of (inputs, labels)", "an empty one"))
     report = report or (lambda *_: None)
-    exact = Trial("Exact()", nm.Exact(), keep=True)
+    exact = Runs("Exact()", nm.Exact(), keep=True)
     wanted = ESTIMATORS if estimators is None else estimators
-    trials = [Trial(name, estimator, keep=True) for name, estimator in wanted.items()]
-    gradient = next((one for one in trials if one.estimator == nm.SquaredBatchGradient()), None)
-    gradient = Trial("", nm.SquaredBatchGradient()) if gradient is None else gradient
-
-    def estimate(estimator: Estimator, granularity: Granularity, seed: int) -> DiagonalFisher:
-        return fisher_diagonal(model, batches, estimator, granularity=granularity, seed=seed)
+    compared = [Runs(name, estimator, keep=True) for name, estimator in wanted.items()]
+    gradient = next((one for one in compared if one.estimator == nm.SquaredBatchGradient()), None)
+    gradient = Runs("", nm.SquaredBatchGradient()) if gradient is None else gradient
 
     def reported() -> Iterator[tuple[Tensor, Tensor]]:
         for done, batch in enumerate(batches, start=1):
             yield batch
             report(exact.name, done, len(batches))
 
-    exact.add(model, lambda *_: fisher_diagonal(model, reported(), nm.Exact()), seed)
+    device = model_device(model)
+    truth = exact.add(lambda: fisher_diagonal(model, reported(), nm.Exact()), device)
     backward: list[float] = []
     for number in range(rounds):
         backward.append(_backward_seconds(model, batches))
-        for one in (gradient, *(one for one in trials if one is not gradient)):
+        for one in (gradient, *(one for one in compared if one is not gradient)):
             if not number or not isinstance(one.estimator, nm.Exact):
-                one.add(model, estimate, seed + number, exact.first)
+                estimate = partial(fisher_diagonal, model, batches, one.estimator, seed=seed + number)
+                one.add(estimate, device, truth)
         report("estimators", number + 1, rounds)
-    rows = [_estimator_row(one, gradient.time, median(backward)) for one in (exact, *trials)]
-    return EstimatorComparison(rows, exact.first, {one.name: one.first for one in trials}, median(backward))
+    rows = [_estimator_row(one, gradient.seconds, median(backward)) for one in (exact, *compared)]
+    estimates = {one.name: one.first for one in compared if one.first is not None}
+    return EstimatorComparison(rows, truth, estimates, median(backward))
 
 
-def _estimator_row(trial: Trial, gradient_seconds: float, backward_seconds: float) -> EstimatorRow:
+def _estimator_row(runs: Runs, gradient_seconds: float, backward_seconds: float) -> EstimatorRow:
     return EstimatorRow(
-        name=trial.name,
-        target=trial.estimator.target,
-        passes=trial.passes_per_batch,
-        relmae=trial.mean("relmae"),
-        rank_correlation=trial.mean("rank_correlation"),
-        relative_error=fmean(trial.relative_errors),
-        seconds=trial.time,
-        relative_to_batch_gradient=trial.time / gradient_seconds,
-        relative_to_backward=trial.time / backward_seconds,
-        rounds=len(trial.seconds),
+        name=runs.name,
+        target=runs.estimator.target,
+        passes=runs.measured[0].passes_per_batch,
+        relmae=runs.mean("relmae"),
+        rank_correlation=runs.mean("rank_correlation"),
+        relative_error=fmean(one.relative_error for one in runs.measured),
+        seconds=runs.seconds,
+        relative_to_batch_gradient=runs.seconds / gradient_seconds,
+        relative_to_backward=runs.seconds / backward_seconds,
+        rounds=len(runs.measured),
     )
 
 
@@ -139,4 +139,4 @@ def _backward_seconds(model: nn.Module, batches: Batches) -> float:
             torch.autograd.grad(loss, parameters)
 
     with unchanged(model):
-        return timed(model, job)[1]
+        return timed(device, job)[1]
