@@ -339,24 +339,24 @@ def rows(**errors: tuple[float, float, int]) -> list[CheckRow]:
     [
         (
             rows(a=(0.021, 1.2, 1), b=(0.001, 2.4, 4)),
-            "a is within 2.1 % of the exact diagonal at 1.2 times a plain forward and backward: use it.",
+            "a is within 2.1 % of the exact diagonal at 1.2 times forward + backward: use it.",
         ),
         (
             rows(a=(0.3, 1.2, 1), b=(0.05, 2.4, 4)),
-            "b is within 5 % of the exact diagonal at 2.4 times a plain forward and backward: use it. "
-            "In a single pass, a is within 30 % of the exact diagonal at 1.2 times a plain forward and backward. "
+            "b is within 5 % of the exact diagonal at 2.4 times forward + backward: use it. "
+            "In a single pass, a is within 30 % of the exact diagonal at 1.2 times forward + backward. "
             "Over m times as many batches that is 1/√m as much.",
         ),
         (
             rows(a=(0.3, 1.2, 1)),
-            "a is within 30 % of the exact diagonal at 1.2 times a plain forward and backward. Over m times as many "
+            "a is within 30 % of the exact diagonal at 1.2 times forward + backward. Over m times as many "
             "batches that is 1/√m as much.",
         ),
-        (rows(a=(0.05, 8.0, 1)), "Exact() takes 10 times a plain forward and backward here: use it."),
-        (rows(a=(1e-7, 1.1, 1)), "a is exact here, at 1.1 times a plain forward and backward: use it."),
+        (rows(a=(0.05, 8.0, 1)), "Exact() takes 10 times forward + backward here: use it."),
+        (rows(a=(1e-7, 1.1, 1)), "a is exact here, at 1.1 times forward + backward: use it."),
         (
             rows(a=(0.05, 1.2, 1), b=(0.047, 1.2, 1)),
-            "a is within 5 % of the exact diagonal at 1.2 times a plain forward and backward: use it.",
+            "a is within 5 % of the exact diagonal at 1.2 times forward + backward: use it.",
         ),
     ],
     ids=["one pass is good", "more passes", "only one pass", "exact is cheap", "no error", "a tie"],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -153,7 +153,9 @@ def forecast(
         passes=p.passes / p.batches,
         seconds_first=clock.waiting[0] + clock.working[0],
         seconds_waiting=median(clock.waiting[1:] or clock.waiting),
-        seconds_working=median(clock.working[1:] or clock.working),
+        seconds_working=median_low(
+            clock.working[1:] or clock.working
+        ),  # of two, that of the batch that is not verified
         memory=clock.peak(run),
         file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
         measured=p.batches,
@@ -167,7 +169,7 @@ def largest_batch(
 
     Args:
         model: nothing of it is changed.
-        make_data: gives the data in batches of a size; two of them are run with each size.
+        make_data: gives the data in batches of a size; three of them are run with each size.
         most: not more than that.
         options: of `forecast`.
 
@@ -180,7 +182,7 @@ def largest_batch(
         nonlocal fastest
         _clean(device)
         there = memory.free(device)
-        found = forecast(model, make_data(size), batches=2, **options)
+        found = forecast(model, make_data(size), batches=3, **options)
         seconds, slowest = found.seconds_working / found.samples, _GAIN * fastest
         fastest = min(fastest, seconds)
         return (there is None or found.memory <= _ROOM * there) and seconds <= slowest
@@ -224,7 +226,7 @@ class _Clock:
             return torch.cuda.max_memory_allocated(self.device)
         found = PeakMemory()
         with found, suppress(ValueError):  # none of its samples counts: all has been done by then
-            run([self.item] * (2 if self.working[0] < _LONG / 4 else 1))
+            run([self.item] * (3 if self.working[0] < _LONG else 1))  # the third is verified with all sums there
         return found.most
 
     def _remember(self, item: object) -> None:
