@@ -218,7 +218,8 @@ class PerSample(Method):
             keep = cotangent.left > 1 or self._positions_apart or bool(alone)
             scale = self.scale_of(logits, piece, backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
-            gradients = backward(logits, values, sums, made_by, keep_graph=keep)
+            sent = values.clone() if alone else values  # a backward that works in place would change it
+            gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._mixes:
                 sums.add(gradients, made_by)
             one_sample = made_by._replace(noise=made_by.sample_noise)
