@@ -73,7 +73,8 @@ def run_check(problem: Problem, asked: list[Runs] | None, seed: int, progress: b
     work = _Work(affordable, seed, left_out=asked is None)
     rows, exact, seconds = work.run(estimators, progress)
     zero = tuple(name for name, value in exact.sums.items() if not bool(value.any()))
-    notes = [note, *found.notes, affordable.note, *work.notes, *_notes_on_zeros(zero, found)]
+    refused = [f"Without {' and '.join(names)}: {error}" for error, names in work.refused.items()]
+    notes = [note, *found.notes, affordable.note, *refused, *_notes_on_zeros(zero, found)]
     notes.append(_note_on_time(seconds / len(affordable.sizes)))
     is_exact = affordable.reference == Exact()
     return Check(
@@ -156,7 +157,7 @@ class _Work:
         self.problem, self._seed, self._left_out = affordable.problem, seed, left_out
         name = "Exact()" if affordable.reference == Exact() else "reference"
         self._reference = Runs(name, affordable.reference, keep=True)
-        self.notes: list[str] = []
+        self.refused: dict[str, list[str]] = {}  # estimators by what they say about the labels
 
     def run(self, estimators: list[Runs], progress: bool) -> tuple[tuple[CheckRow, ...], DiagonalFisher, float]:
         """Rows, the reference's result, and the median seconds of forward + backward."""
@@ -197,7 +198,7 @@ class _Work:
         except ValueError as error:
             if not (self._left_out and one.estimator.needs_labels):
                 raise
-            self.notes.append(f"{one.name} is left out, because the labels do not fit: {error}")
+            self.refused.setdefault(str(error).replace("`y`", "`labels`"), []).append(one.name)
 
 
 def backward_seconds(problem: Problem) -> float:

@@ -28,10 +28,9 @@ from neuromanifold.run.counts import Counts
 from neuromanifold.run.loop import run
 from neuromanifold.run.step import Settings
 
-_NO_RULE = "no rule covers its layer, and it is not broadcast over the samples"
-_UNSUPPORTED = "it is also used outside of its layer, or the samples cannot be found in the layer's inputs"
-_WRONG = "its per-sample gradients are not those of autograd"
-_FAILS = "the model fails with hooks"
+_NO_RULE = "no rule covers the layer, nor a broadcast over the samples"
+_UNSUPPORTED = "used outside of the layer as well, or samples not found in the layer's inputs"
+_WRONG = "per-sample gradients differ from autograd's"
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
             if len(outputs.logits) and not examined:
                 examined = True
                 repeats, apart, why = _evaluations(problem, batch, outputs)
-                reasons = _reasons(problem, batch, repeats)
+                reasons = _reasons(problem, batch, repeats, apart is not False)
             depends |= Reference.of(outputs.logits, list(problem.parameters.values())).gradients.keys()
     validation.flush()
     counts, heard = _verified_run(problem, seed)
@@ -139,7 +138,7 @@ def _evaluations(problem: Problem, batch: Batch, outputs: Outputs) -> tuple[bool
     return True, None, "the first batch has a single sample" if single else reason
 
 
-def _reasons(problem: Problem, batch: Batch, repeats: bool) -> dict[int, str]:
+def _reasons(problem: Problem, batch: Batch, repeats: bool, apart: bool) -> dict[int, str]:
     """Why each parameter would be left to autograd, if it is, going by one forward pass with hooks."""
     engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim)
     every = range(len(engine.parameters))
@@ -150,11 +149,15 @@ def _reasons(problem: Problem, batch: Batch, repeats: bool) -> dict[int, str]:
             with engine.capturing():
                 logits = problem.evaluate(batch).logits
         except Exception as error:  # whatever a model does about hooks
-            return dict.fromkeys(every, f"{_FAILS} ({type(error).__name__}: {error})")
+            return dict.fromkeys(every, f"the model fails with hooks ({type(error).__name__}: {error})")
         uses = discover(engine.hooks.captures, logits, engine.parameters, frozenset(), problem.batch_dim)
         engine.hooks.release()
-    wrong = _WRONG
-    if logits.grad_fn is not None and any("BackwardBackward" in node.name() for node in consumers(logits.grad_fn)):
+    wrong = _WRONG if apart else f"{_WRONG}, since samples influence each other"
+    if (
+        apart
+        and logits.grad_fn is not None
+        and any("BackwardBackward" in node.name() for node in consumers(logits.grad_fn))
+    ):
         wrong += ", since forward takes derivatives itself"
     reasons = dict.fromkeys(every, wrong) | dict.fromkeys(uses.remaining, _NO_RULE)
     return reasons | dict.fromkeys(uses.unsupported, _UNSUPPORTED)

@@ -84,6 +84,7 @@ def make_plan(
             layouts |= best[group][1]  # type: ignore[arg-type]
             del pending[group]
         if not pending:
+            wrong |= check.failed - uses.counts.keys()
             break
     followed = uses.samples == 1 or all(sure.get(key) == layout for key, layout in layouts.items())
     return Plan(dict(layouts), excluded | wrong, followed, check.zero)
@@ -103,7 +104,9 @@ class Verification:
         self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
-        wrong = (i for i in uses.counts if not seen.agree(i, sums.totals.get(i), reference.gradients.get(i)))
+        # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
+        expected = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
+        wrong = (i for i in expected if not seen.agree(i, sums.totals.get(i), reference.gradients.get(i)))
         self.failed = frozenset(refused) | frozenset(wrong)
         """Parameters whose per-sample gradients are not autograd's."""
 
