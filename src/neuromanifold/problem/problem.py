@@ -160,18 +160,14 @@ class Problem:
 
     @torch.no_grad()
     def inspect(self, batch: Batch, outputs: Outputs) -> None:
-        """Warn of outputs, labels and masks that look wrong, and of samples that influence each other.
+        """Warn of outputs and labels that look wrong, and of samples that influence each other.
 
         For the first batch of a call, in a session: it takes a forward pass of three samples, and waits for a GPU.
         """
         if not len(outputs.logits):
             return
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
-        notes = (
-            suspicions.probabilities_note(core),
-            suspicions.labels_note(core, outputs, self.ignore_index),
-            suspicions.mask_note(batch, outputs, self.ignore_index),
-        )
+        notes = (suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index))
         for note in filter(None, notes):
             warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
         if note := suspicions.mixing_note(self, batch, outputs):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
-from neuromanifold.problem.outputs import Outputs, attention_mask
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.unchanged import random_states
 
 if TYPE_CHECKING:
@@ -69,17 +69,6 @@ def labels_note(core: Core, outputs: Outputs, ignore_index: int) -> str:
     text = f"`labels` must be between 0 and {core.dim - 1} or {ignore_index} (ignore_index), got {int(wrong[0])} for "
     text += f"{len(wrong)} of {len(labels)} positions, which are counted. If that label marks positions to leave out, "
     return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
-
-
-def mask_note(batch: Batch, outputs: Outputs, ignore_index: int) -> str:
-    """A warning if the attention mask does not fit the logits and no labels say which positions count, else ""."""
-    mask, positions = attention_mask(batch), outputs.logits.shape[:-1]
-    labelled = outputs.labels is not None and outputs.labels.shape == positions
-    if mask is None or labelled or len(positions) < 2 or sorted(mask.shape) == sorted(positions):
-        return ""
-    text = f"`attention_mask` has shape {list(mask.shape)}, but the logits' positions are {list(positions)}: it is not "
-    text += "used, and every position counts, of padding too. Yield labels of the positions' shape, with "
-    return text + f"{ignore_index} (ignore_index) where a position does not count."
 
 
 def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
