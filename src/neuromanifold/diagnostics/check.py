@@ -48,26 +48,15 @@ def check(
 
     Prints as a table with a verdict in words, and notes: which parameters are done per sample or per batch and why, on
     how many batches that was verified against autograd, whether samples influence each other, whether outputs, labels
-    and data are what they are taken for.  Arguments as in `fisher_diagonal`, and:
+    and data are what they are taken for.  Nothing of the model is changed.
 
-    Args:
-        model: nothing of it is changed.
-        data: only the first batches are used, in two passes unless it is a generator.
-        likelihood: what the outputs mean.
-        parameters: which.
-        batches: how many batches to use.
-        seed: random seed; round r draws from `seed` + r.
-        estimators: which to compare, perhaps by name; by default all that the data allow.
-        progress: say on standard error what it will take, and show a progress bar.
-        class_dim: as in `fisher_diagonal`.
-        batch_dim: as in `fisher_diagonal`.
-        ignore_index: as in `fisher_diagonal`.
-        label_key: as in `fisher_diagonal`.
+    Arguments as in `fisher_diagonal`.  Only the first `batches` of the data are used, in two passes unless `data` is a
+    generator.  Round r draws from `seed` + r.  `estimators`: several, perhaps by name; by default all that the data
+    allow.  `progress`: say on standard error what it will take, and show a progress bar.
 
     The exact diagonal takes C - 1 backward passes for each batch of C classes, times the number of output positions of
     a sample, times the number of samples where a parameter is not done per sample.  If that is more than 1000, fewer
-    batches are used, then fewer samples; if nothing helps, `Hutchinson` with 64 probes stands in for it.  Notes say
-    what was done.
+    batches are used, then fewer samples; if nothing helps, `Hutchinson` with 64 probes stands in for it.
     """
     batches = integer_in_range(batches, "batches", 1, 10**9, "at least one")
     seed = integer_in_range(seed, "seed", 0, 2**62, "a seed")

@@ -6,30 +6,22 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
 
-from neuromanifold.diagnostics.check_result import Check, CheckRow, verdict
+from neuromanifold import estimators as nm
+from neuromanifold.diagnostics.check_result import Check, verdict
 from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, examine, listed
 from neuromanifold.diagnostics.runs import Runs, short_name, timed
-from neuromanifold.estimators import (
-    Empirical,
-    Estimator,
-    Exact,
-    Hutchinson,
-    Lower,
-    MonteCarlo,
-    SquaredBatchGradient,
-    Upper,
-)
+from neuromanifold.estimators import Estimator, Exact, Hutchinson
 from neuromanifold.problem.batches import sample_dim, tensors_in
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.suspicions import SuspiciousInputWarning
-from neuromanifold.results import DiagonalFisher
 from neuromanifold.run.fisher import diagonal_of
-from neuromanifold.run.granularity import Granularity, SlowPathWarning
+from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.loop import LoopOptions
 from neuromanifold.run.step import Settings
 
@@ -37,19 +29,10 @@ PASSES = 1000  # the exact diagonal may take so many backward passes
 PROBES = 64  # of the estimate that stands in for it
 ROUNDS = 3
 SHORT = 1.0  # seconds: what takes more, and is not random, runs once
+_OPTIONS = LoopOptions(cuda_graphs="auto")
 
-ESTIMATORS: tuple[tuple[Estimator, Granularity], ...] = (
-    (Hutchinson(), "auto"),
-    (Hutchinson(deflate=0), "auto"),
-    (Hutchinson(probes=2), "auto"),
-    (Hutchinson(probes=4), "auto"),
-    (Hutchinson(), "batch"),
-    (MonteCarlo(), "auto"),
-    (Exact(Upper()), "auto"),
-    (Exact(Lower(1)), "auto"),
-    (Empirical(), "auto"),
-    (SquaredBatchGradient(), "auto"),
-)
+_PER_SAMPLE = (nm.Hutchinson(), nm.Hutchinson(deflate=0), nm.Hutchinson(probes=2), nm.Hutchinson(probes=4))
+_OTHERS = (nm.MonteCarlo(), nm.Exact(nm.Upper()), nm.Exact(nm.Lower(1)), nm.Empirical(), nm.SquaredBatchGradient())
 
 
 @dataclass(frozen=True)
@@ -60,28 +43,33 @@ class Affordable:
     sizes: tuple[Sizes, ...]
     reference: Estimator
     passes: int
-    note: str
+    note: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the reference has no error of its own."""
+        return self.reference == Exact()
 
 
 def run_check(problem: Problem, asked: list[Runs] | None, seed: int, progress: bool, note: str) -> Check:
     """Examine the model, find a reference, and run all estimators; `problem.data` is a list of batches."""
     found = examine(problem, seed)
     affordable = _affordable(problem, found)
+    reference = Runs("Exact()" if affordable.is_exact else "reference", affordable.reference, keep=True)
     estimators = _applicable(affordable.sizes, found.one_by_one) if asked is None else asked
     if progress:
         _forecast(affordable)
-    work = _Work(affordable, seed, left_out=asked is None)
-    rows, exact, seconds = work.run(estimators, progress)
+    seconds, refused = _run_all(affordable.problem, reference, estimators, seed, progress, strict=asked is not None)
+    exact, rows = reference.first, tuple(one.row(seconds) for one in (reference, *estimators) if one.measured)
+    assert exact is not None
     zero = tuple(name for name, value in exact.sums.items() if not bool(value.any()))
-    refused = [f"Without {' and '.join(names)}: {error}" for error, names in work.refused.items()]
     notes = [note, *found.notes, affordable.note, *refused, *_notes_on_zeros(zero, found)]
     notes.append(_note_on_time(seconds / len(affordable.sizes)))
-    is_exact = affordable.reference == Exact()
     return Check(
         rows=rows,
         exact=exact,
-        is_exact=is_exact,
-        verdict=verdict(rows, 0.0 if is_exact else exact.relative_error),
+        is_exact=affordable.is_exact,
+        verdict=verdict(rows, 0.0 if affordable.is_exact else exact.relative_error),
         notes=tuple(filter(None, notes)),
         repeats=found.repeats,
         apart=found.apart,
@@ -101,7 +89,7 @@ def _affordable(problem: Problem, found: Examination) -> Affordable:
     items, sizes = list(problem.data), found.sizes
     cost = [size.passes(found.one_by_one) for size in sizes]
     if sum(cost) <= PASSES:
-        return Affordable(problem, sizes, Exact(), sum(cost), "")
+        return Affordable(problem, sizes, Exact(), sum(cost))
     would = f"The exact diagonal would take {sum(cost):,} backward passes, and at most {PASSES} are made: "
     fit = next((k for k in range(len(cost) - 1, 0, -1) if sum(cost[:k]) <= PASSES), 0)
     if fit:
@@ -131,11 +119,10 @@ def _applicable(sizes: Sequence[Sizes], one_by_one: bool) -> list[Runs]:
     """All estimators that do not take too long, those for labels if there are labels."""
     labels = all(size.labels for size in sizes)
     exact_fits = sum(size.passes(one_by_one) for size in sizes) <= PASSES
-    return [
-        Runs(short_name(estimator) + (" per batch" if granularity == "batch" else ""), estimator, granularity)
-        for estimator, granularity in ESTIMATORS
-        if (labels or not estimator.needs_labels) and (exact_fits or not isinstance(estimator, Exact))
-    ]
+    found = [Runs(short_name(one), one) for one in _PER_SAMPLE]
+    found += [Runs("Hutchinson() per batch", Hutchinson(), "batch"), *(Runs(short_name(one), one) for one in _OTHERS)]
+    fitting = [one for one in found if labels or not one.estimator.needs_labels]
+    return [one for one in fitting if exact_fits or not isinstance(one.estimator, Exact)]
 
 
 def _forecast(affordable: Affordable) -> None:
@@ -149,56 +136,38 @@ def _forecast(affordable: Affordable) -> None:
 # -------------------------------------------------------------------------------------------------------- the runs
 
 
-class _Work:
-    """Runs of all estimators in turn, so that a busy machine is busy for all."""
+def _run_all(
+    problem: Problem, reference: Runs, estimators: list[Runs], seed: int, progress: bool, *, strict: bool
+) -> tuple[float, list[str]]:
+    """Run all in turn, so that a busy machine is busy for all; return the median seconds of forward + backward.
 
-    def __init__(self, affordable: Affordable, seed: int, *, left_out: bool) -> None:
-        """`left_out`: estimators that refuse the labels are left out, with a note, instead of raising the error."""
-        self.problem, self._seed, self._left_out = affordable.problem, seed, left_out
-        name = "Exact()" if affordable.reference == Exact() else "reference"
-        self._reference = Runs(name, affordable.reference, keep=True)
-        self.refused: dict[str, list[str]] = {}  # estimators by what they say about the labels
+    Estimators that refuse the labels are left out, with a note for each reason, unless `strict`.
+    """
+    backward, refused = list[float](), dict[str, list[str]]()
+    jobs = [(one, number) for number in range(ROUNDS) for one in (reference, None, *estimators)]
+    for one, number in tracked(jobs, progress, "Check"):
+        if one is None:
+            backward.append(backward_seconds(problem))
+        elif not number or _runs_again(one, reference):
+            # a stand-in must not share its noise with what it is compared to
+            settings = Settings.of(one.estimator, one.granularity, seed + number + (ROUNDS if one is reference else 0))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", SlowPathWarning)
+                    warnings.simplefilter("ignore", SuspiciousInputWarning)  # a note says it already
+                    one.add(partial(diagonal_of, problem, settings, _OPTIONS), problem.device, reference.first)
+            except ValueError as error:
+                if strict or not one.estimator.needs_labels:
+                    raise
+                refused.setdefault(str(error).replace("`y`", "`labels`"), []).append(one.name)
+    return median(backward), [f"Without {' and '.join(names)}: {error}" for error, names in refused.items()]
 
-    def run(self, estimators: list[Runs], progress: bool) -> tuple[tuple[CheckRow, ...], DiagonalFisher, float]:
-        """Rows, the reference's result, and the median seconds of forward + backward."""
-        backward, reference = list[float](), self._reference
-        jobs = [(one, number) for number in range(ROUNDS) for one in (reference, None, *estimators)]
-        for one, number in tracked(jobs, progress, "Check"):
-            if one is None:
-                backward.append(backward_seconds(self.problem))
-            elif self._is_due(one, number):
-                self._add(one, number)
-        assert reference.first is not None
-        seconds = median(backward)
-        rows = tuple(_row(one, seconds) for one in (reference, *estimators) if one.measured)
-        return rows, reference.first, seconds
 
-    def _is_due(self, one: Runs, number: int) -> bool:
-        """What is not random is run again for its time alone; an estimate that stands in is made once."""
-        if not number:
-            return True
-        if not one.measured:
-            return False
-        random = one.estimator.noise_factor > 0
-        return one is not self._reference if random else one.measured[0].seconds < SHORT
-
-    def _add(self, one: Runs, number: int) -> None:
-        # a stand-in must not share its noise with what it is compared to
-        seed = self._seed + number + (ROUNDS if one is self._reference else 0)
-        settings = Settings.of(one.estimator, one.granularity, seed)
-
-        def estimate() -> DiagonalFisher:
-            return diagonal_of(self.problem, settings, LoopOptions(cuda_graphs="auto"))
-
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SlowPathWarning)
-                warnings.simplefilter("ignore", SuspiciousInputWarning)  # a note says it already
-                one.add(estimate, self.problem.device, self._reference.first)
-        except ValueError as error:
-            if not (self._left_out and one.estimator.needs_labels):
-                raise
-            self.refused.setdefault(str(error).replace("`y`", "`labels`"), []).append(one.name)
+def _runs_again(one: Runs, reference: Runs) -> bool:
+    """What is random, but for the reference; what is not, for its time alone, if it is short."""
+    if not one.measured:
+        return False  # it was refused
+    return one is not reference if one.estimator.noise_factor else one.measured[0].seconds < SHORT
 
 
 def backward_seconds(problem: Problem) -> float:
@@ -212,23 +181,6 @@ def backward_seconds(problem: Problem) -> float:
 
     with problem.session():
         return timed(problem.device, job)[1]
-
-
-def _row(runs: Runs, backward: float) -> CheckRow:
-    return CheckRow(
-        name=runs.name,
-        estimator=runs.estimator,
-        granularity=runs.granularity,
-        target=runs.estimator.target,
-        passes=runs.measured[0].passes_per_batch,
-        relmae=runs.mean("relmae"),
-        relmae_positive=runs.mean("relmae_positive"),
-        trace_ratio=runs.mean("mean_ratio"),
-        rank_correlation=runs.mean("rank_correlation"),
-        coverage=runs.coverage,
-        time=runs.seconds / backward,
-        rounds=len(runs.measured),
-    )
 
 
 def _note_on_time(seconds: float) -> str:

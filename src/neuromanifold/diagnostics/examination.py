@@ -96,7 +96,7 @@ def as_item(batch: Batch) -> object:
 def examine(problem: Problem, seed: int = 0) -> Examination:
     """Evaluate all batches, compare some evaluations of the first, and run the loop once with random probes."""
     names, sizes, depends = list(problem.parameters), [], set[int]()
-    repeats, apart, why, reasons = True, None, "", dict[int, str]()
+    repeats, apart, said, reasons = True, None, "", dict[int, str]()
     validation, examined = problem.validation(), False
     with problem.session():
         for batch in problem.batches():
@@ -104,14 +104,14 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
             sizes.append(_sizes(outputs, problem.distributions(outputs, validation, labels=False).core.rank))
             if len(outputs.logits) and not examined:
                 examined = True
-                repeats, apart, why = _evaluations(problem, batch, outputs)
+                repeats, apart, said = _evaluations(problem, batch, outputs)
                 reasons = _reasons(problem, batch, repeats, apart is not False)
             depends |= Reference.of(outputs.logits, list(problem.parameters.values())).gradients.keys()
     validation.flush()
     counts, heard = _verified_run(problem, seed)
     methods = dict(zip(names, counts.methods, strict=True))
     whole = {name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] != "sample"}
-    notes = [*_notes_on_evaluations(problem, repeats, why), *heard, *_notes_on_methods(methods, whole, counts)]
+    notes = [*filter(None, [said]), *heard, *_notes_on_methods(methods, whole, counts)]
     used = frozenset(names[i] for i in depends)
     return Examination(tuple(sizes), methods, whole, counts.verified, used, repeats, apart, tuple(notes))
 
@@ -126,16 +126,17 @@ def _sizes(outputs: Outputs, columns: int) -> Sizes:
 
 @torch.no_grad()
 def _evaluations(problem: Problem, batch: Batch, outputs: Outputs) -> tuple[bool, bool | None, str]:
-    """Whether the model repeats itself, whether samples leave each other alone, and why that is not known."""
-    again = problem.evaluate(batch).logits
-    if not same_logits(problem, again, outputs.logits, outputs.valid):
-        return False, None, ""
+    """Whether the model repeats itself, whether samples leave each other alone, and a note where that is not so."""
+    if not same_logits(problem, problem.evaluate(batch).logits, outputs.logits, outputs.valid):
+        kind = type(problem.model).__name__
+        note = f"Two evaluations of the same batch in eval mode differ: something in {kind} is random or has a state. "
+        return False, None, note + "No two numbers below are about the same network."
     mixes = samples_influence_each_other(problem, batch, outputs)
     if mixes is not None:
         return True, not mixes, ""
-    single = len(outputs.logits) < 2
-    reason = "samples cannot be cut out of its inputs, or the model fails on fewer samples"
-    return True, None, "the first batch has a single sample" if single else reason
+    why = "samples cannot be cut out of its inputs, or the model fails on fewer samples"
+    why = "the first batch has a single sample" if len(outputs.logits) < 2 else why
+    return True, None, f"Whether samples influence each other is not known: {why}."
 
 
 def _reasons(problem: Problem, batch: Batch, repeats: bool, apart: bool) -> dict[int, str]:
@@ -174,14 +175,6 @@ def _verified_run(problem: Problem, seed: int) -> tuple[Counts, list[str]]:
         if other not in ours:
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     return counts, [str(one.message) for one in ours]
-
-
-def _notes_on_evaluations(problem: Problem, repeats: bool, why: str) -> list[str]:
-    if not repeats:
-        kind = type(problem.model).__name__
-        text = f"Two evaluations of the same batch in eval mode differ: something in {kind} is random or has a state. "
-        return [text + "No two numbers below are about the same network."]
-    return [f"Whether samples influence each other is not known: {why}."] if why else []
 
 
 def _notes_on_methods(methods: dict[str, str], reasons: dict[str, str], counts: Counts) -> list[str]:

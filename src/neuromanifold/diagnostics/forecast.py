@@ -105,22 +105,9 @@ def forecast(
 ) -> Forecast:
     """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
 
-    Prints as a table.  Arguments as in `fisher_diagonal`, and:
-
-    Args:
-        model: nothing of it is changed.
-        data: its first batches are used; a generator has lost them afterwards.
-        estimator: how.
-        likelihood: what the outputs mean.
-        parameters: which.
-        granularity: what is squared.
-        batches: how many to run; the first is timed apart, and after 20 seconds no further one is run.
-        class_dim: as in `fisher_diagonal`.
-        batch_dim: as in `fisher_diagonal`.
-        ignore_index: as in `fisher_diagonal`.
-        label_key: as in `fisher_diagonal`.
-        cuda_graphs: as in `fisher_diagonal`; give it enough batches to get to replays.
-
+    Prints as a table.  Arguments as in `fisher_diagonal`.  `batches`: how many to run, of which a generator is left
+    without; the first is timed apart, and after 20 seconds no further one is run.  With `cuda_graphs`, give it enough
+    batches to get to replays.
     """
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
     problem = Problem.of(
@@ -153,9 +140,7 @@ def forecast(
         passes=p.passes / p.batches,
         seconds_first=clock.waiting[0] + clock.working[0],
         seconds_waiting=median(clock.waiting[1:] or clock.waiting),
-        seconds_working=median_low(
-            clock.working[1:] or clock.working
-        ),  # of two, that of the batch that is not verified
+        seconds_working=median_low(clock.working[1:] or clock.working),  # of two, the one that is not verified
         memory=clock.peak(run),
         file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
         measured=p.batches,
@@ -167,13 +152,9 @@ def largest_batch(
 ) -> int:
     """The batch size, a power of two, to run with: doubled while it fits, and while a sample takes less time with it.
 
-    Args:
-        model: nothing of it is changed.
-        make_data: gives the data in batches of a size; three of them are run with each size.
-        most: not more than that.
-        options: of `forecast`.
-
-    It fits if no memory runs out, and a fifth of what is free is left for batches that are longer than the first ones.
+    `make_data` gives the data in batches of a size; three of them are run with each size, up to `most`.  `options` are
+    those of `forecast`.  A size fits if no memory runs out, and a fifth of what is free is left for batches that are
+    longer than the first ones.
     """
     most = integer_in_range(most, "most", 1, 2**40, "a batch size")
     device, fastest = model_device(model), float("inf")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from neuromanifold.diagnostics.check_result import CheckRow
 from neuromanifold.estimators import Estimator
 from neuromanifold.results import Comparison, DiagonalFisher
 from neuromanifold.run.granularity import Granularity
@@ -61,11 +62,23 @@ class Runs:
         """The median over the runs."""
         return median(one.seconds for one in self.measured)
 
-    @property
-    def coverage(self) -> float | None:
-        """The mean over the runs; None if nothing is random."""
+    def row(self, backward: float) -> CheckRow:
+        """Return the means of the errors, and the median time over that of forward + backward."""
         covered = [one.coverage for one in self.measured if one.coverage is not None]
-        return fmean(covered) if covered else None
+        return CheckRow(
+            name=self.name,
+            estimator=self.estimator,
+            granularity=self.granularity,
+            target=self.estimator.target,
+            passes=self.measured[0].passes_per_batch,
+            relmae=self.mean("relmae"),
+            relmae_positive=self.mean("relmae_positive"),
+            trace_ratio=self.mean("mean_ratio"),
+            rank_correlation=self.mean("rank_correlation"),
+            coverage=fmean(covered) if covered else None,
+            time=self.seconds / backward,
+            rounds=len(self.measured),
+        )
 
     def mean(self, quantity: str) -> float:
         """The mean over the runs of a field of the comparisons."""
