@@ -41,6 +41,11 @@ class Method(ABC):
         """Whether the next batch cannot be replayed from a CUDA graph, because it has to be verified."""
         return False
 
+    @property
+    def verifies_every_batch(self) -> bool:
+        """Whether all further batches have to be verified."""
+        return False
+
     @contextmanager
     def without_synchronization(self) -> Iterator[None]:
         """Read nothing back from a GPU inside, as in the capture of a CUDA graph."""
@@ -140,6 +145,11 @@ class PerSample(Method):
     def must_run_eagerly(self) -> bool:
         return self.engine.needs_reference
 
+    @property
+    @override
+    def verifies_every_batch(self) -> bool:
+        return self.engine.every_batch
+
     @contextmanager
     @override
     def without_synchronization(self) -> Iterator[None]:
@@ -230,7 +240,8 @@ class PerSample(Method):
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         independent = self._estimator.independent_passes
-        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more or cotangent.left > 1)
+        noise, left = (cotangent.noise, cotangent.sample_noise), cotangent.left
+        return Pass(scale, *noise, independent, more or left > 1, number=left)
 
     def _end_passes(self, sums: GradientSums, count: int) -> None:
         self.passes += count
