@@ -99,7 +99,7 @@ class Verification:
         sums = _WeightedSums(_sample_weights(logits), parameters)
         backward = PerSampleBackward(hooks, parameters, uses, plan)
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
-        sums.flush()
+        sums.end_pass()
         self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
@@ -176,7 +176,7 @@ class _WeightedSums:
         else:
             self._add(i, form)
 
-    def flush(self) -> None:
+    def end_pass(self) -> None:
         """Add what has waited."""
         for i, form in self._waiting:
             self._add(i, form)

@@ -186,7 +186,7 @@ class PerSample(Method):
                 values = [one.values for one in group]
                 self._vectorizes = backward.to_uses(logits, values, [sums] * len(group), made_by)
                 if self._vectorizes:
-                    self._end_passes(sums, len(group))
+                    self.passes += len(group)
                     continue
             for one in group:
                 self._add_one(outputs, one, sums, backward)
@@ -236,16 +236,12 @@ class PerSample(Method):
             for single in by_sample(values) if alone else ():
                 sums.add(backward.remaining_gradients(logits, single, alone), one_sample)
                 self.passes += 1
-            self._end_passes(sums, 1)
+            sums.end_pass()
+            self.passes += 1
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         independent = self._estimator.independent_passes
-        noise, left = (cotangent.noise, cotangent.sample_noise), cotangent.left
-        return Pass(scale, *noise, independent, more or left > 1, number=left)
-
-    def _end_passes(self, sums: GradientSums, count: int) -> None:
-        self.passes += count
-        sums.end_pass()
+        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more or cotangent.left > 1)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

@@ -21,7 +21,6 @@ class Pass(NamedTuple):
     sample_noise: float = 0.0
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
-    number: int = 0  # tells the passes of a batch apart, which may come several at a time
 
 
 class GradientSums(Protocol):

@@ -25,8 +25,9 @@ class TraceSums:
         self.samples_variance = 0.0  # Σ c ‖g_n‖⁴
         self._passes: list[float] = []
         self._whole: list[Tensor] = []
-        self._norms: dict[int, Tensor] = {}  # [n] of each pass of a batch
-        self._made_by: dict[int, Pass] = {}
+        self._single: list[Tensor] = []
+        self._norms: list[Tensor] = []  # [n] of each pass of a batch
+        self._made_by: list[Pass] = []
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -38,32 +39,34 @@ class TraceSums:
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add ‖g_n/scale‖² to what sample n has of other parameters."""
         del i
-        norms, number = form.squared_norms(torch.float64) / made_by.scale**2, made_by.number
-        so_far = self._norms.get(number)
-        self._norms[number] = norms if so_far is None else so_far + norms.to(so_far.device)
-        self._made_by[number] = made_by
+        norms = form.squared_norms(torch.float64) / made_by.scale**2
+        if not self._single:
+            self._made_by.append(made_by)
+        self._single.append(norms.to(self._single[0].device) if self._single else norms)
 
     def end_pass(self) -> None:
-        """Close the sum of this pass's gradients of the whole batch."""
+        """Close the sums of this pass."""
         if self._whole:
             self._passes.append(float(torch.stack(self._whole).sum()))
-        self._whole = []
+        if self._single:
+            self._norms.append(torch.stack(self._single).sum(0))
+        self._whole, self._single = [], []
 
     def end_batch(self) -> None:
         """Close the list of this batch's passes."""
         if self._passes:
             self.batches.append(self._passes)
         if self._norms:
-            self._add_samples_of_batch(torch.stack(list(self._norms.values())), list(self._made_by.values()))
-        self._passes, self._norms, self._made_by = [], {}, {}
+            self._add_samples_of_batch(torch.stack(self._norms))
+        self._passes, self._norms, self._made_by = [], [], []
 
-    def _add_samples_of_batch(self, norms: Tensor, made_by: list[Pass]) -> None:
+    def _add_samples_of_batch(self, norms: Tensor) -> None:
         """‖g_n‖² of each pass, [k, n].  The spread of independent passes is their noise; else Σ c ‖g_n‖⁴ bounds it."""
         self.samples += float(norms.sum())
-        if len(norms) > 1 and all(one.independent for one in made_by):
+        if len(norms) > 1 and all(one.independent for one in self._made_by):
             self.samples_variance += len(norms) * float(norms.var(0).sum())
         else:
-            factors = torch.tensor([one.sample_noise for one in made_by], dtype=norms.dtype, device=norms.device)
+            factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
             self.samples_variance += float((factors[:, None] * norms.square()).sum())
 
     def total_and_noise(self) -> tuple[float, float]:
