@@ -38,7 +38,7 @@ class _ClassForms:
         self.forms[i] = form
 
     def end_pass(self) -> None:
-        """Nothing to do: there is one pass."""
+        """Each class has one pass, and its own object."""
 
 
 class ClassGradients:

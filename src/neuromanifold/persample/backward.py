@@ -40,12 +40,8 @@ class TakesForms(Protocol):
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Take the per-sample gradients of parameter number i; autograd is not recording."""
 
-
-class TakesPasses(TakesForms, Protocol):
-    """What the per-sample gradients of several cotangents are handed to, one after the other."""
-
     def end_pass(self) -> None:
-        """All gradients of a cotangent have been taken."""
+        """All gradients of a backward pass have been taken."""
 
 
 class PerSampleBackward:
@@ -103,7 +99,7 @@ class PerSampleBackward:
         self,
         logits: Tensor,
         cotangents: Sequence[Tensor],
-        to: Sequence[TakesPasses],
+        to: Sequence[TakesForms],
         made_by: Sequence[Pass],
         wanted: Set[int] | None = None,
     ) -> bool:

@@ -32,6 +32,10 @@ class Outputs(NamedTuple):
         """The number of distributions that count: samples, tokens or pixels; on a GPU a tensor."""
         return self.logits[..., 0].numel() if self.valid is None else self.valid.sum()
 
+    def detached(self) -> Outputs:
+        """Return the same without the autograd graph, and so without activations."""
+        return self._replace(logits=self.logits.detach())
+
     def select(self, values: Tensor, compact: bool = False) -> Tensor:
         """Flatten values [B, ..., *rest] to rows [R, *rest] of the positions that count.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.unchanged import random_states
+from neuromanifold.problem.unchanged import model_states
 
 if TYPE_CHECKING:
     from neuromanifold.problem.problem import Problem
@@ -93,7 +93,7 @@ def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Output
     if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
     valid = None if outputs.valid is None else outputs.valid[:few]
-    restore = random_states()
+    restore = model_states(problem.model)
     try:
         alone = problem.evaluate(batch.cut(samples, slice(few), problem.batch_dim)).logits
         if same_logits(problem, alone, outputs.logits[:few], valid):

@@ -23,7 +23,7 @@ from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.suspicions import callers_level
-from neuromanifold.problem.unchanged import random_states
+from neuromanifold.problem.unchanged import model_states
 from neuromanifold.run.forward import captured_forward
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 
@@ -39,6 +39,11 @@ class Method(ABC):
     @property
     def must_run_eagerly(self) -> bool:
         """Whether the next batch cannot be replayed from a CUDA graph, because it has to be verified."""
+        return False
+
+    @property
+    def verifies_every_batch(self) -> bool:
+        """Whether all further batches have to be verified."""
         return False
 
     @contextmanager
@@ -140,6 +145,11 @@ class PerSample(Method):
     def must_run_eagerly(self) -> bool:
         return self.engine.needs_reference
 
+    @property
+    @override
+    def verifies_every_batch(self) -> bool:
+        return self.engine.every_batch
+
     @contextmanager
     @override
     def without_synchronization(self) -> Iterator[None]:
@@ -189,10 +199,10 @@ class PerSample(Method):
     @override
     def verify_late(self, batch: Batch) -> None:
         if self.engine.came_late:
-            restore = random_states()
+            restore = model_states(self._problem.model)
             self.engine.require_reference()
             captured_forward(self._problem, batch, self.engine, self._estimator)
-            self.engine.hooks.release()
+            self.engine.release()
             restore()
 
     @override
