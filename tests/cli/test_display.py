@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from neuromanifold.cli.display import length, live, texts
-from neuromanifold.problem.progress import Seen
+from neuromanifold.problem.progress import RunProgress
 from tests.cli.commands import own_module
 
 
 def test_rates_are_counted_from_the_first_look() -> None:
-    first: list[tuple[float, Seen]] = []
-    assert texts(Seen(5, 100, 5, 0.5), 10.0, first) == ("", "± 50 %")  # a checkpoint had a hundred
-    assert texts(Seen(7, 160, 7, 0.25), 12.0, first) == ("30 samples/s", "± 25 %")
-    assert texts(Seen(7, 160, 7, None), 12.0, first) == ("30 samples/s", "")
+    first: list[tuple[float, RunProgress]] = []
+    assert texts(RunProgress(5, 100, 5, 0.5), 10.0, first) == ("", "± 50 %")  # a checkpoint had a hundred
+    assert texts(RunProgress(7, 160, 7, 0.25), 12.0, first) == ("30 samples/s", "± 25 %")
+    assert texts(RunProgress(7, 160, 7, None), 12.0, first) == ("30 samples/s", "")
 
 
 def test_lengths() -> None:
