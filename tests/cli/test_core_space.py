@@ -27,7 +27,7 @@ def test_without_matplotlib_the_table_is_printed_all_the_same(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(app, ["core-space", "--out", str(tmp_path / "pictures")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Theorem 1" in result.output
     assert "neuromanifold[plots]" in result.output
     assert not (tmp_path / "pictures").exists()

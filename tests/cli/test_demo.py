@@ -41,7 +41,7 @@ def test_demo_refuses_impossible_numbers_of_samples(samples: str) -> None:
 def test_without_scikit_learn_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pip install 'neuromanifold[demo]'" in result.output
     assert not (tmp_path / "new").exists()
 
@@ -50,9 +50,9 @@ def test_without_matplotlib_the_table_is_printed_all_the_same(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new"), "--samples", "2"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "RelMAE" in result.output
-    assert "neuromanifold[demo]" in result.output
+    assert "neuromanifold[plots]" in result.output
     assert not (tmp_path / "new").exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neuromanifold.cli.app import app
-from neuromanifold.cli.estimators import parse_estimator
+from neuromanifold.cli.parsing import parse_estimator
 from neuromanifold.estimators import Exact, Hutchinson, Lower, MonteCarlo
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
 
@@ -45,7 +45,7 @@ def test_the_batch_size_is_found(folder: Folder, tmp_path: Path) -> None:
 def test_a_function_says_its_batch_size_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_module(tmp_path, monkeypatch)
     said = bad("forecast", "-m", "my_own:model", "-d", "my_own:batches", "-b", "auto")
-    assert "the function says how large they are" in said
+    assert "the function returns whole batches" in said
 
 
 @pytest.mark.filterwarnings("default")
@@ -121,7 +121,7 @@ def test_errors_of_ours_keep_their_traceback_if_asked(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("neuromanifold.cli.estimate.fisher_diagonal", fails)
+    monkeypatch.setattr("neuromanifold.cli.commands.estimate.fisher_diagonal", fails)
     path, _ = write_data("text", tmp_path)
     said = bad("estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "fim.safetensors")
     assert "smaller --batch-size" in said

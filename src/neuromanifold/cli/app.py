@@ -8,19 +8,19 @@ from typing import Annotated
 import typer
 
 import neuromanifold
-from neuromanifold.cli.bounds import bounds
-from neuromanifold.cli.check import check
-from neuromanifold.cli.combine import combine
-from neuromanifold.cli.compare import compare
-from neuromanifold.cli.core_space import core_space
-from neuromanifold.cli.demo import demo
-from neuromanifold.cli.env import env
+from neuromanifold.cli.commands.bounds import bounds
+from neuromanifold.cli.commands.check import check
+from neuromanifold.cli.commands.combine import combine
+from neuromanifold.cli.commands.compare import compare
+from neuromanifold.cli.commands.core_space import core_space
+from neuromanifold.cli.commands.demo import demo
+from neuromanifold.cli.commands.env import env
+from neuromanifold.cli.commands.estimate import estimate
+from neuromanifold.cli.commands.forecast import forecast
+from neuromanifold.cli.commands.report import report
+from neuromanifold.cli.commands.reproduce import reproduce
+from neuromanifold.cli.commands.show import show
 from neuromanifold.cli.errors import FriendlyGroup
-from neuromanifold.cli.estimate import estimate
-from neuromanifold.cli.forecast import forecast
-from neuromanifold.cli.report import report
-from neuromanifold.cli.reproduce import reproduce
-from neuromanifold.cli.show import show
 
 app = typer.Typer(
     name="neuromanifold",
@@ -31,9 +31,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "From a model and data": (estimate, forecast, check, bounds),
+    "Model and data": (estimate, forecast, check, bounds),
     "Results": (show, compare, combine, report),
-    "To look at": (demo, reproduce, core_space, env),
+    "Experiments and environment": (demo, reproduce, core_space, env),
 }
 for panel, commands in _PANELS.items():
     for command in commands:

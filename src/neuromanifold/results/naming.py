@@ -96,7 +96,7 @@ def fitted(names: Sequence[str], room: int) -> list[str]:
             ends = [f"…{end}" for end in _ends(name, names) if end != name] or [name]
             shown[name] = next((end for end in [*ends, *_gaps(name)] if len(end) <= room), ends[-1])
     taken = Counter(shown.values())
-    return [short if taken[short] == 1 else name for name, short in shown.items()]
+    return [shown[name] if taken[shown[name]] == 1 else name for name in names]
 
 
 def _block(module: str, numbers: int) -> str:

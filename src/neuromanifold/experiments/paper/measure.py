@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from neuromanifold.results.comparison import compare
 from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.run.fisher import fisher_diagonal
 
-Watch = Callable[[str, int], AbstractContextManager[Observer | None]]
-"""Called with the name of a run and its number of batches; returns a context with the run's progress observer."""
+Watch = Callable[[str, object], AbstractContextManager[Observer | bool]]
+"""Called with the name of a run and its data; returns a context with the run's `progress` argument."""
 
 _LOOKED_AT = 4  # batches that `describe` evaluates
 
@@ -96,7 +95,7 @@ def _timed_diagonal(
 ) -> tuple[DiagonalFisher, float]:
     """The diagonal, and its seconds (since the run was last resumed)."""
     task = prepared.task.name
-    with watch(f"{task}: {column.text}, per {column.per}", len(prepared.data)) as observer:
+    with watch(f"{task}: {column.text}, per {column.per}", prepared.data) as progress:
         start = time.perf_counter()
         result = fisher_diagonal(
             prepared.module,
@@ -106,13 +105,13 @@ def _timed_diagonal(
             granularity=column.granularity,
             reduction="sum",
             seed=seed,
-            progress=observer or False,
+            progress=progress,
             checkpoint=folder.file(task, f"{column.key}.checkpoint"),
         )
         seconds = time.perf_counter() - start
     p = result.provenance
-    named = dataclasses.replace(p, model=f"{prepared.model.about} ({p.model})", data=prepared.data.about)
-    return dataclasses.replace(result, provenance=named), seconds
+    named = p.named(f"{prepared.model.about} ({p.model})", prepared.data.about)
+    return replace(result, provenance=named), seconds
 
 
 def _column_numbers(

@@ -1,8 +1,10 @@
-"""An estimator as text: `hutchinson`, or as Python writes it, `Hutchinson(probes=4)`."""
+"""Options as text: estimators as Python writes them, such as `Hutchinson(probes=4)`, likelihoods, shards."""
 
 from __future__ import annotations
 
 import ast
+import re
+from contextlib import suppress
 from typing import Any, cast, get_args
 
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
@@ -21,24 +23,23 @@ from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.granularity import Granularity
 
 ESTIMATORS = (Hutchinson, Exact, MonteCarlo, Empirical, SquaredBatchGradient)
-_ENVELOPES = (Upper, Lower)
-_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, *_ENVELOPES)}
+_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, Upper, Lower)}
 LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 def parse_estimator(text: str) -> Estimator:
-    """Only names of estimators and plain values are understood; nothing is evaluated."""
+    """Return the estimator; only names of estimators and literals are understood, and nothing is evaluated."""
     known = ", ".join(kind.__name__ for kind in ESTIMATORS)
-    expected = f"one of {known}, perhaps with settings such as Hutchinson(probes=4)"
-    try:
-        made = _build(ast.parse(text.replace("-", "") if text.replace("-", "").isalpha() else text, mode="eval").body)
-    except (SyntaxError, KeyError) as error:
-        raise ValueError(message("estimator", expected, repr(text))) from error
-    except TypeError as error:  # a setting that it does not have
-        raise ValueError(message("estimator", expected, f"{text!r} ({error})")) from error
-    if not isinstance(made, Estimator):
-        raise ValueError(message("estimator", expected, repr(text)))
-    return made
+    expected, got = f"one of {known}, perhaps with settings such as Hutchinson(probes=4)", repr(text)
+    plain = text.replace("-", "")
+    with suppress(SyntaxError, KeyError):
+        try:
+            made = _build(ast.parse(plain if plain.isalpha() else text, mode="eval").body)
+            if isinstance(made, Estimator):
+                return made
+        except TypeError as error:  # a setting that the estimator does not have
+            got = f"{text!r} ({error})"
+    raise ValueError(message("estimator", expected, got))
 
 
 def _build(node: ast.expr) -> Any:
@@ -54,7 +55,7 @@ def _build(node: ast.expr) -> Any:
 
 
 def parse_likelihood(text: str | None, default: Likelihood) -> Likelihood:
-    """By name; by default what the model's config says."""
+    """Return the likelihood of that name; by default that of the model's config."""
     if text is None:
         return default
     if text.lower() not in LIKELIHOODS:
@@ -63,7 +64,17 @@ def parse_likelihood(text: str | None, default: Likelihood) -> Likelihood:
 
 
 def parse_granularity(text: str) -> Granularity:
-    """What is squared."""
+    """Return the granularity, if it is one."""
     if text not in get_args(Granularity):
         raise ValueError(message("granularity", "auto, sample or batch", repr(text)))
     return cast(Granularity, text)
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """Return (i, n) for "i/n", such as "0/4" for the first of four shards."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(message("shard", "I/N with I from 0 to N-1, such as 0/4 and 3/4", repr(text)))
+    return int(found[1]), int(found[2])
