@@ -60,7 +60,7 @@ def finished(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def test_the_curve_can_end_early_and_go_on_later(folder: Folder, tmp_path: Path) -> None:
+def test_the_curve_can_end_early_and_be_continued_later(folder: Folder, tmp_path: Path) -> None:
     data, options = write_data("text", tmp_path, 4)
     out = tmp_path / "out"
     command = ["reproduce", "dbpedia", "-m", folder("headless"), "-d", data, *options, *SIZES, "-o", out, "--rounds", 0]
@@ -205,7 +205,7 @@ def test_other_settings_in_the_same_folder_are_refused(finished: Any, tmp_path: 
     foreign = {"format": "neuromanifold", "version": 1, "kind": "trace"}
     (tmp_path / "mine" / "settings.json").write_text(json.dumps(foreign))
     assert "another settings.json" in bad(*done.command[:-1], tmp_path / "mine")
-    assert "`out` must be a folder" in bad(*done.command[:-1], done.data)
+    assert "is a file; name a folder to write to" in bad(*done.command[:-1], done.data)
 
 
 def test_weights_that_have_changed_are_noticed(finished: Any, folder: Folder) -> None:
@@ -222,7 +222,7 @@ def test_weights_that_have_changed_are_noticed(finished: Any, folder: Folder) ->
             path.write_bytes(contents)
 
 
-def test_a_run_that_is_killed_goes_on(finished: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_resumes(finished: Any, tmp_path: Path) -> None:
     done, out = finished("image"), tmp_path / "out"
     command = [out if part == done.out else part for part in done.command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -241,7 +241,7 @@ def test_a_run_that_is_killed_goes_on(finished: Any, tmp_path: Path) -> None:
     assert not (out / "resnet50" / "deflated.json").exists()
     code, said = start_and_send(signal.SIGINT, "empirical.json")
     assert code == 130, said
-    assert "the same command goes on from there" in said
+    assert "the same command resumes there" in said
     assert not (out / "resnet50" / "probes_99.json").exists()
     before = (out / "resnet50" / "exact.json").stat().st_mtime_ns
     said = good(*command, "--rounds", 0)

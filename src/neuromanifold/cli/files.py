@@ -20,4 +20,6 @@ def check_creatable(path: Path) -> None:
     first = path.absolute()
     while not first.parent.exists():
         first = first.parent
+    if not first.parent.is_dir():
+        raise NotADirectoryError(f"{first.parent} is a file; name a folder to write to.")
     check_destination(first)

@@ -14,9 +14,9 @@ from neuromanifold.cli.console import note, progress_bar
 from neuromanifold.cli.files import check_creatable
 from neuromanifold.cli.options import Device, NoProgress, option, run_option
 from neuromanifold.core.checks import message
-from neuromanifold.experiments.paper import Folder, PaperTask, Settings, Source
+from neuromanifold.experiments.paper import Folder, PaperTask, Run, Settings, Source
 from neuromanifold.experiments.paper import reproduce as run_all
-from neuromanifold.experiments.paper.speed import ROUNDS
+from neuromanifold.experiments.paper.run import ROUNDS
 from neuromanifold.experiments.paper.tasks import TASKS, find_tasks
 from neuromanifold.hf.models import DTYPES, as_device
 from neuromanifold.problem.progress import Observer
@@ -90,7 +90,6 @@ def reproduce(
     sources = parse_sources(chosen, model or [], data or [], columns)
     settings = Settings(batches, batch_size, dtype, str(as_device(device)), seed)
     check_creatable(out / "settings.json")
-    folder = Folder(out, settings)
 
     @contextmanager
     def watch(name: str, data: object) -> Iterator[Observer | bool]:
@@ -99,8 +98,9 @@ def reproduce(
         with progress_bar(data, not no_progress) as progress:
             yield progress
 
+    run = Run(Folder(out, settings), note, watch, not exact_only, rounds, most_probes)
     try:
-        text = run_all(chosen, folder, settings, sources, note, watch, not exact_only, rounds, most_probes)
+        text = run_all(run, chosen, sources)
     except KeyboardInterrupt:
         note(f"Interrupted. Finished steps are kept in {out}: the same command resumes there.")
         raise typer.Exit(130) from None

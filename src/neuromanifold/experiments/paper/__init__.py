@@ -12,7 +12,8 @@ for each task:                                      `tasks`: six networks and th
 
 from neuromanifold.experiments.paper.folder import Folder, Settings
 from neuromanifold.experiments.paper.reproduce import reproduce
+from neuromanifold.experiments.paper.run import Run
 from neuromanifold.experiments.paper.sources import Source
 from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
 
-__all__ = ["TASKS", "Folder", "PaperTask", "Settings", "Source", "reproduce"]
+__all__ = ["TASKS", "Folder", "PaperTask", "Run", "Settings", "Source", "reproduce"]

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column
 from neuromanifold.experiments.paper.folder import Folder
+from neuromanifold.experiments.paper.run import ROUNDS
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.problem.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import SlowPathWarning
 
-ROUNDS = 5
 LEFT_OUT, TIMED = 1, 2  # batches at the beginning of a run, and those that count in each round
 _LEFT_OUT_ON_GPU, _TIMED_ON_GPU = 9, 4
 _FEW = 8  # passes: what takes more is timed once
@@ -39,7 +39,7 @@ Batch = dict[str, Tensor]
 
 def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> dict[str, Any]:
     """Time every column; the result is kept in speed.json and read from there the next time."""
-    kept = folder.numbers(prepared.task.name, "speed")
+    kept = folder.numbers(prepared.name, "speed")
     if kept is not None:
         return kept
     device = model_device(prepared.module)
@@ -63,7 +63,7 @@ def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> d
         "rounds": rounds,
         "device": device_name(device),
     }
-    return folder.keep(prepared.task.name, "speed", "speed", values)
+    return folder.keep(prepared.name, "speed", "speed", values)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,0 +1,25 @@
+"""What every step of a run needs: the folder, where to report, and what to leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from neuromanifold.experiments.paper.folder import Folder
+from neuromanifold.problem.progress import Observer
+
+ROUNDS = 5
+Watch = Callable[[str, object], AbstractContextManager[Observer | bool]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `reproduce`."""
+
+    folder: Folder
+    tell: Callable[[str], None]  # called with a line about what has been found
+    watch: Watch  # called with the name of an estimate and its data; a context with its argument `progress`
+    keep: bool = True  # the diagonals of the table's columns, and not only the exact one
+    rounds: int = ROUNDS  # of timing; 0: no timing
+    most_probes: int | None = None  # last point of the curve over probes; None: C - 1
