@@ -166,7 +166,7 @@ def test_tables_hold_the_numbers_and_the_papers(finished: Any) -> None:
         assert float(row["rank_correlation"]) <= 1 + 1e-9
         seconds = done.numbers("speed")["seconds"]
         assert float(row["speed"]) == pytest.approx(seconds["squared_batch_gradient"] / seconds[column.key])
-    upper = next(row for row in rows if row["column"] == "upper_by_batches")
+    upper = next(row for row in rows if row["column"] == "upper_per_batch")
     assert (float(upper["paper_relmae"]), float(upper["paper_speed"])) == (341, 1.07)
     text, latex = ((done.out / f"table.{kind}").read_text() for kind in ("txt", "tex"))
     assert "341 ×1.07" in text
@@ -260,12 +260,12 @@ def test_in_batches_of_one_batches_are_samples(folder: Folder, tmp_path: Path) -
     path, _ = write_data("text", tmp_path, 4)
     out, sizes = tmp_path / "out", ["-n", 3, "-b", 1, "--device", "cpu", "--rounds", 0, "--dtype", "float64"]
     good("reproduce", "sst2", "-m", folder("text"), "-d", path, *sizes, "-o", out)
-    pairs = (("squared_batch_gradient", "empirical"), ("lower_by_batches", "exact"))  # of two classes, one eigenvalue
+    pairs = (("squared_batch_gradient", "empirical"), ("lower_per_batch", "exact"))  # of two classes, one eigenvalue
     found = {key: nm.load(out / "sst2" / f"{key}.safetensors") for pair in pairs for key in pair}
     for a, b in pairs:
         for name, value in found[a].sums.items():  # type: ignore[union-attr]
             torch.testing.assert_close(value, found[b].sums[name], rtol=1e-6, atol=1e-12)  # type: ignore[union-attr]
-    upper = json.loads((out / "sst2" / "upper_by_batches.json").read_text())["errors"]["all"]
+    upper = json.loads((out / "sst2" / "upper_per_batch.json").read_text())["errors"]["all"]
     assert upper["mean_ratio"] > 1
 
 

@@ -38,8 +38,8 @@ def test_an_accuracy_that_is_not_reached_is_said_and_strict_fails() -> None:
     lax, strict = run(*NOISY, "--rtol", 1e-9), run(*NOISY, "--rtol", 1e-9, "--strict")
     for result in (lax, strict):
         assert "Note: `rtol=1e-09` was not reached: relative standard error " in result.output
-        assert "ended:      rtol 1e-09 not reached: relative standard error " in result.output
-        assert "written:    fim.safetensors" in result.output
+        assert "ended:        rtol 1e-09 not reached: relative standard error " in result.output
+        assert "written:      fim.safetensors" in result.output
     assert (lax.exit_code, strict.exit_code) == (0, 3)
     assert nm.load("fim.safetensors").provenance.stopped.startswith("rtol 1e-09 not reached")
 

@@ -41,7 +41,7 @@ def test_columns_are_squared_as_their_name_says() -> None:
     assert len(set(keys)) == len(keys) == 9
     assert [column.per for column in PAPER if column.key != "empirical"] == ["batch"] * 5
     assert [column.per for column in (EXACT, *OURS)] == ["sample"] * 4
-    assert all(("by_batches" in column.key) == (column.per == "batch") for column in COLUMNS if column != BASELINE)
+    assert all(("per_batch" in column.key) == (column.per == "batch") for column in COLUMNS if column != BASELINE)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
 
     keep("exact", 0)
     keep("hutchinson", 0.123456, math.nan)
-    keep("upper_by_batches", 1234.5)
+    keep("upper_per_batch", 1234.5)
     tasks = read_numbers(folder)
     text, lines, latex = as_text(tasks), as_csv(tasks).splitlines(), as_latex(tasks)
     assert "MNLI " in text

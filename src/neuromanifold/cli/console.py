@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from neuromanifold.problem.progress import Observer, RunProgress
-from neuromanifold.report.formats import brief, counted
+from neuromanifold.report.tables import provenance_facts
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.summary import HEADER, NOTE, summarize
 from neuromanifold.results.table import aligned, text_table
@@ -40,8 +39,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print a line for each fact that is not empty, with its name in front."""
-    rows = [(f"{name}:", str(value)) for name, value in facts.items() if str(value)]
+    """Print a line for each fact, with its name in front."""
+    rows = [(f"{name}:", str(value)) for name, value in facts.items()]
     typer.echo("\n".join(aligned(rows, left=2)))
 
 
@@ -56,32 +55,8 @@ def print_result(
     total, noise, target = summary.everything.total, summary.everything.noise, result.provenance.target
     error = "not random" if target in ("exact", "unbiased") else f"not random, but {target}"
     found = {"trace": f"{total:.6g}" + (f" ± {noise:.2g} (standard error, at most)" if noise else f" ({error})")}
-    found |= provenance_facts(result)
+    found |= provenance_facts(summary)
     print_facts({name: value for name, value in found.items() if not only or name in only} | dict(also or {}))
-
-
-def provenance_facts(result: DiagonalFisher) -> dict[str, str]:
-    """Return where a result comes from, by headings."""
-    p = result.provenance
-    squared = Counter(p.granularity.values())
-    alone = len(squared) == 1
-    tokens = f", {counted(result.positions, 'position')}" if result.positions != result.count else ""
-    parts = f" in {p.parts} parts" if p.parts > 1 else ""
-    done = f"{counted(p.batches, 'batch')}, {counted(p.passes, 'backward pass')}"
-    return {
-        "estimator": f"{brief(p.estimator)}: {p.target}",
-        "samples": f"{result.count:,}{tokens}, {done}{parts}",
-        "squared": ", ".join(f"{'' if alone else f'{count} '}per {what}" for what, count in squared.items()),
-        "verified": f"against autograd on {counted(p.verified, 'batch')}" if p.verified else "",
-        "scaled": f"multiplied by {p.scale:g}" if p.scale != 1 else "",
-        "likelihood": p.likelihood,
-        "model": p.model,
-        "data": p.data,
-        "precision": f"{p.dtype} on {p.device}" if p.dtype else "",
-        "seeds": ", ".join(map(str, p.seeds)),
-        "versions": ", ".join(f"{name} {number}" for name, number in p.versions.items()),
-        "ended": p.stopped,
-    }
 
 
 @contextmanager

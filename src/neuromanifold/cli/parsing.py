@@ -7,27 +7,18 @@ import re
 from contextlib import suppress
 from typing import Any, cast, get_args
 
+from neuromanifold import estimators as nm
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import message
-from neuromanifold.estimators import (
-    Empirical,
-    Estimator,
-    Exact,
-    Hutchinson,
-    Lower,
-    MonteCarlo,
-    SquaredBatchGradient,
-    Upper,
-)
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.granularity import Granularity
 
-ESTIMATORS = (Hutchinson, Exact, MonteCarlo, Empirical, SquaredBatchGradient)
-_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, Upper, Lower)}
+ESTIMATORS = (nm.Hutchinson, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
+_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, nm.Upper, nm.Lower)}
 LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
-def parse_estimator(text: str) -> Estimator:
+def parse_estimator(text: str) -> nm.Estimator:
     """Return the estimator; only names of estimators and literals are understood, and nothing is evaluated."""
     known = ", ".join(kind.__name__ for kind in ESTIMATORS)
     expected, got = f"one of {known}, perhaps with settings such as Hutchinson(probes=4)", repr(text)
@@ -35,7 +26,7 @@ def parse_estimator(text: str) -> Estimator:
     with suppress(SyntaxError, KeyError):
         try:
             made = _build(ast.parse(plain if plain.isalpha() else text, mode="eval").body)
-            if isinstance(made, Estimator):
+            if isinstance(made, nm.Estimator):
                 return made
         except TypeError as error:  # a setting that the estimator does not have
             got = f"{text!r} ({error})"

@@ -59,8 +59,9 @@ def train_digits(
     optimiser.zero_grad()
     ends = [*range(0, samples, BATCH), samples]
     batches = [(images[i:j], labels[i:j]) for i, j in pairwise(ends)]
-    right = _right(model, images, labels)
-    return TrainedDigits(model, batches, float(right[:TRAINING].mean()), float(right[TRAINING:].mean()))
+    with torch.no_grad():
+        correct = (model(images).argmax(-1) == labels).double()
+    return TrainedDigits(model, batches, float(correct[:TRAINING].mean()), float(correct[TRAINING:].mean()))
 
 
 def digits_network(seed: int = 0) -> nn.Sequential:
@@ -89,10 +90,3 @@ def load_digits() -> tuple[Tensor, Tensor]:
     digits = datasets.load_digits()
     images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 16
     return images, torch.as_tensor(digits.target, dtype=torch.int64)
-
-
-@torch.no_grad()
-def _right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """1 for each image whose most probable class is its label, else 0."""
-    predicted: Tensor = model(images).argmax(-1)
-    return (predicted == labels).double()

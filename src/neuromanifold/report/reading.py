@@ -24,7 +24,8 @@ def reading(summary: Summary, beside: bool = False) -> list[str]:
     more = [] if beside else [_concentration(summary), *_zero_entries(summary)]
     found = [_where(summary), *more, *_error(summary), *_granularity(summary)]
     stopped = summary.result.provenance.stopped
-    return [nature(summary), *found, *([f"The run {stopped}."] if stopped else [])]
+    ended = f"The accuracy asked for was not reached: {stopped}." if "not reached" in stopped else f"The run {stopped}."
+    return [nature(summary), *found, *([ended] if stopped else [])]
 
 
 def nature(summary: Summary) -> str:

@@ -18,6 +18,7 @@ from neuromanifold.results.files import check_destination
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
 
+_PRINTED = ("trace", "estimator", "right for F", "samples", "batches", "ended")
 _INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
 
 
@@ -101,7 +102,7 @@ def estimate(
         also["to resume"] = f"run the same command again ({checkpoint})"
     elif checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
-    print_result(result, only=("trace", "estimator", "samples", "ended"), also=also)
+    print_result(result, only=_PRINTED, also=also)
     if interrupted:
         raise typer.Exit(_INTERRUPTED)
     if strict and "not reached" in p.stopped:
