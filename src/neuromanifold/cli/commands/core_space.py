@@ -37,8 +37,7 @@ def core_space(
 
 
 def _row(classes: int, scale: float) -> tuple[str, ...]:
-    t = tightness(classes, scale)
-    ratios = (f"{value:.3f}" for value in (t.lower_median, t.lower_worst, t.upper_median, t.upper_worst))
+    ratios = (f"{value:.3f}" for value in tightness(classes, scale))
     return (str(classes), f"{scale:g}", *ratios, f"{1e6 * _seconds_per_sample(classes, scale):.1f} µs")
 
 

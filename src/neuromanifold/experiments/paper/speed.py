@@ -43,30 +43,31 @@ def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> d
     if kept is not None:
         return kept
     device = model_device(prepared.module)
-    left_out, timed = (_LEFT_OUT_ON_GPU, _TIMED_ON_GPU) if device.type == "cuda" else (LEFT_OUT, TIMED)
+    gpu = device.type == "cuda"
+    left_out, timed = (_LEFT_OUT_ON_GPU, _TIMED_ON_GPU) if gpu else (LEFT_OUT, TIMED)
     batches = [_ready(batch, device) for batch in prepared.batches(left_out + timed)]
-    often, once = ((EXACT, *COLUMNS), ()) if prepared.classes <= _FEW else (COLUMNS, (EXACT,))
+    often = (EXACT, *COLUMNS) if prepared.classes <= _FEW else COLUMNS
     seconds: dict[str, list[float]] = {column.key: [] for column in (EXACT, *COLUMNS)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPathWarning)
         for column in COLUMNS:  # compile kernels and allocate memory before the first round
-            _seconds(prepared, column, batches if device.type == "cuda" else batches[:1], device, left_out)
+            _seconds(prepared, column, batches if gpu else batches[:1], device, left_out)
         for _ in range(rounds):
             for column in often:
                 seconds[column.key] += _seconds(prepared, column, batches, device, left_out)
-        for column in once:
-            seconds[column.key] += _seconds(prepared, column, batches[:2], device, 1)
+        if EXACT not in often:
+            seconds[EXACT.key] += _seconds(prepared, EXACT, batches[:2], device, 1)
     values = {
         "seconds": {key: median(found) for key, found in seconds.items()},
         "batches_timed": {key: len(found) for key, found in seconds.items()},
         "batch_size": prepared.data.batch_size,
         "rounds": rounds,
-        "device": device_name(device),
+        "device": _device_name(device),
     }
     return folder.keep(prepared.name, "speed", "speed", values)
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """The name of the GPU, or the CPU with its number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
@@ -96,10 +97,6 @@ def _seconds(
                 yield batch
 
     fisher_diagonal(
-        prepared.module,
-        noted(),
-        column.estimator,
-        likelihood=prepared.model.likelihood,
-        granularity=column.granularity,
+        prepared.module, noted(), column.estimator, prepared.model.likelihood, granularity=column.granularity
     )
     return [after - before for before, after in pairwise(moments[left_out:])]
