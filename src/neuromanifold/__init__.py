@@ -24,6 +24,7 @@ from neuromanifold.operators.metric import NotConvergedWarning
 from neuromanifold.operators.operator import FisherOperator, fisher_operator
 from neuromanifold.operators.path_length import path_length
 from neuromanifold.persample.checking.check import check_rule
+from neuromanifold.persample.engine import VerificationError
 from neuromanifold.persample.rules import rule
 from neuromanifold.problem.suspicions import SamplesMixWarning, SuspiciousInputWarning
 from neuromanifold.report import page as _page
@@ -38,7 +39,7 @@ from neuromanifold.results import (
 )
 from neuromanifold.results.drawing import draw_with as _draw_with
 from neuromanifold.run.checkpoint import Checkpoint
-from neuromanifold.run.fisher import fisher_diagonal, fisher_trace
+from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal, fisher_trace
 from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.running import RunningFisher
@@ -68,6 +69,8 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "SamplesMixWarning",
     "SlowPathWarning",
     "SuspiciousInputWarning",
+    "ToleranceNotReachedWarning",
+    "VerificationError",
     "fisher_bounds",
     "fisher_diagonal",
     "fisher_factors",

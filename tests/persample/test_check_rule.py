@@ -339,5 +339,5 @@ def test_the_skeleton_to_copy_runs_and_passes(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_a_rule_needs_is_within_reach() -> None:
-    assert nm.pullback.forms.Dense is Dense
-    assert nm.pullback.rules.Call is Call
+    assert nm.persample.gradients.Dense is Dense
+    assert nm.persample.rules.Call is Call

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.bounds.grams import GramPullback
+from neuromanifold.bounds.grams import ClassGradients
+from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows, add, stacks
 from neuromanifold.persample.gradients.stacks import Factors, Flat, Forms, Several, Stack, gram, stack
 from neuromanifold.persample.rules.convolution import Convolution
@@ -116,20 +117,24 @@ def test_kinds_may_differ_between_batches() -> None:
 
 
 def test_memory_bounds_how_many_layers_are_done_at_once() -> None:
-    torch_layers = [nn.Linear(8, 8) for _ in range(5)]
-    model = nn.Sequential(*torch_layers, nn.Linear(8, 4)).double()
-    x = tensors(0)(6, 8)
-    pullback, outputs = GramPullback(model, list(model.parameters())), 6 * 8 * 4
-    with pullback.attached():
-        logits = pullback.forward(lambda: model(x), lambda z: z)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4)).double()
+    x, outputs = tensors(0)(6, 8), 6 * 8 * 4
+    engine = PerSampleGradients(model, dict(model.named_parameters()))
+    with engine.attached():
+        reference = engine.reference(model(x))
+        with engine.capturing():
+            logits = model(x)
+        backward = engine.plan(logits, reference)
+        assert backward is not None
+        classes = ClassGradients(backward)
         for layers in (1, 2, 5):
-            pullback.budget = layers * outputs * 4
-            groups = pullback._groups(4)
+            groups = classes._groups(4, layers * outputs * 4)
             assert max(map(len, groups)) <= 2 * max(layers, 2)
             assert sorted(i for group in groups for i in group) == list(range(12))
         found = {}
         for budget in (1, 2**30):
-            pullback.budget = budget
-            each = pullback.stacks(logits, lambda c: nn.functional.one_hot(torch.full((6,), c), 4).double())
+            each = classes.stacks(
+                logits, lambda c: nn.functional.one_hot(torch.full((6,), c), 4).double(), budget=budget
+            )
             found[budget] = sum(one.inner() for _, one in each)
     torch.testing.assert_close(found[1], found[2**30])

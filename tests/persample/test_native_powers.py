@@ -9,10 +9,10 @@ from torch import Tensor
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.c import build, powers
+from neuromanifold.persample.accumulate import DiagonalSums, Pass
+from neuromanifold.persample.accumulate.small import SmallSums
 from neuromanifold.persample.gradients import Product
 from neuromanifold.persample.gradients.products import SquaredProduct
-from neuromanifold.persample.small import SmallSums
-from neuromanifold.persample.sums import DiagonalSums, Pass
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -153,12 +153,12 @@ def test_sums_are_float32_whatever_torch_makes_by_default(dtype):
 
 
 @pytest.mark.parametrize("later", [2.0**-10, 2.0**-35, 2.0**-45])
-def test_what_was_recorded_without_a_unit_is_not_lost(later):
-    """Gradients may come for the first time while work is recorded, and be far smaller in the next batch."""
+def test_what_was_captured_without_a_unit_is_not_lost(later):
+    """Gradients may come for the first time while a CUDA graph is captured, and be far smaller in the next batch."""
     sums, one = DiagonalSums([torch.zeros(4)], fourth_powers=True), Pass(1.0, 1.0, 1.0)
-    sums.recording = True
+    sums.capturing = True
     sums.add([torch.ones(4)], one)
-    sums.recording = False
-    sums.settle()
+    sums.capturing = False
+    sums.synchronize()
     sums.add([torch.full((4,), later)], one)
     torch.testing.assert_close(sums.noise()[0], torch.ones(4), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU: it records operations with their memory, and takes them back."""
+"""A stand-in for CUDA graphs on a CPU: it captures operations with their memory, and takes them back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from neuromanifold.persample.sums import DiagonalSums
-from neuromanifold.run import graphs as replay
-from neuromanifold.run.graphs import Replay
+from neuromanifold.persample.accumulate import GradientSums
+from neuromanifold.run.graphs import CapturedSteps, GraphRecorder
 from neuromanifold.run.step import Step
 
 
 class Graph(TorchDispatchMode):
-    """Operations on memory: what is recorded is taken back, and done again in the same memory by a replay."""
+    """Operations on memory: what is captured is taken back, and done again in the same memory by a replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +53,12 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Recorder:
+class CpuRecorder:
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
 
     @contextmanager
-    def recording(self) -> Iterator[Graph]:
+    def capture(self) -> Iterator[Graph]:
         state, graph = self.generator.get_state(), Graph()
         try:
             with graph:
@@ -69,23 +68,23 @@ class Recorder:
             self.generator.set_state(state)
 
     @contextmanager
-    def rehearsal(self) -> Iterator[list[str]]:
+    def watch_synchronization(self) -> Iterator[list[str]]:
         """As torch warns of what waits for the device."""
         noted: list[str] = []
-        with Watch(noted):
+        with NoteReads(noted):
             yield noted
 
     @contextmanager
-    def told(self, recorded: bool) -> Iterator[None]:
+    def reported_as(self, capturing: bool) -> Iterator[None]:
         """As on a GPU."""
-        with replay.Recorder.told(self, recorded):  # type: ignore[arg-type]
+        with GraphRecorder.reported_as(self, capturing):  # type: ignore[arg-type]
             yield
 
     def recover(self) -> None:
         """Nothing to do."""
 
 
-class Watch(TorchDispatchMode):
+class NoteReads(TorchDispatchMode):
     """Notes what reads values back."""
 
     def __init__(self, noted: list[str]) -> None:
@@ -98,9 +97,9 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorded(Replay):
-    last: "Recorded"
+class CapturedOnCpu(CapturedSteps):
+    last: "CapturedOnCpu"
 
-    def __init__(self, step: Step, sums: DiagonalSums) -> None:
-        super().__init__(step, sums, Recorder(step.generator))
-        Recorded.last = self
+    def __init__(self, step: Step, sums: GradientSums, wanted: Any = True) -> None:
+        super().__init__(step, sums, wanted, CpuRecorder(step.generator))
+        CapturedOnCpu.last = self

@@ -162,7 +162,9 @@ def test_rtol_stops_early_and_says_so() -> None:
     assert result.provenance.batches < len(data)
     assert "stopped after" in result.provenance.stopped
     assert "stopped after" in str(result)
-    assert nm.fisher_diagonal(MODEL, data[:4], rtol=0.001).provenance.stopped == ""
+    with pytest.warns(nm.ToleranceNotReachedWarning, match=r"0.001` was not reached: .*after 4 batches.*more probes"):
+        missed = nm.fisher_diagonal(MODEL, data[:4], rtol=0.001)
+    assert missed.provenance.stopped.startswith("rtol 0.001 not reached")
 
 
 def test_several_probes_share_the_forward_pass() -> None:
@@ -170,7 +172,9 @@ def test_several_probes_share_the_forward_pass() -> None:
     model = network()
     model.register_forward_hook(lambda *_: calls.append(1))
     result = nm.fisher_diagonal(model, batches(16), nm.Hutchinson(probes=5, deflate=0, orthogonal=False))
-    assert len(calls) == 4
+    verified = result.provenance.verified  # with a forward pass each; and one looks whether samples mix
+    assert len(calls) == 4 + verified + 1
+    assert verified == 2
     assert result.provenance.passes == 20
 
 

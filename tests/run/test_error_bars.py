@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample import sums as sums_module
+from neuromanifold.persample.accumulate import diagonal
 
 
 def network() -> nn.Sequential:
@@ -29,7 +29,7 @@ def thinned_over_full(
     """The estimated variance, over that from all fourth powers of the same gradients."""
     found = nm.fisher_diagonal(network(), data, estimator, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(sums_module, "_ALL_OF", 10**9)
+        patch.setattr(diagonal, "_ALL_OF", 10**9)
         full = nm.fisher_diagonal(network(), data[: found.provenance.batches], estimator)
     return variance(found) / variance(full)
 

@@ -37,6 +37,9 @@ class _ClassForms:
         del made_by
         self.forms[i] = form
 
+    def end_pass(self) -> None:
+        """Each class has one pass, and its own object."""
+
 
 class ClassGradients:
     """Per-sample gradients of all classes through one forward pass, a group of parameters at a time."""

@@ -40,6 +40,9 @@ class TakesForms(Protocol):
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Take the per-sample gradients of parameter number i; autograd is not recording."""
 
+    def end_pass(self) -> None:
+        """All gradients of a backward pass have been taken."""
+
 
 class PerSampleBackward:
     """Backward passes through one forward pass whose calls were captured."""
@@ -102,7 +105,7 @@ class PerSampleBackward:
     ) -> bool:
         """Send cotangents back together, only as far as the uses of the wanted parameters; the graph is kept.
 
-        Gradients of the remaining parameters are not computed.  Returns False, having done nothing, if several
+        Gradients of the remaining parameters are not computed, so that each pass is ended here.  Returns False, having done nothing, if several
         cotangents are given and an operation of the model cannot be vectorised.
         """
         uses = [use for use in self.uses.found if wanted is None or not wanted.isdisjoint(use.parameters.values())]
@@ -123,6 +126,7 @@ class PerSampleBackward:
                     if g is not None:
                         self._take(use, g, self.plan.layouts[use.key], sink, one, None)
             self._finish(edges, gradients[len(calls) :], sink, one, None)
+            sink.end_pass()
         return True
 
     def remaining_gradients(self, logits: Tensor, cotangent: Tensor, numbers: list[int]) -> list[Tensor | None]:

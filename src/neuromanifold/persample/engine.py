@@ -55,7 +55,7 @@ class PerSampleGradients:
         """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
         self._plans: dict[int, Plan] = {}
         self._batches = 0
-        self._required = True  # a reference, for the next forward pass
+        self._requested = False  # a reference, for the next forward pass
         self._late: Tensor | None = None  # whether gradients have come to a use that could not be verified
 
     @contextmanager
@@ -68,7 +68,7 @@ class PerSampleGradients:
     @property
     def needs_reference(self) -> bool:
         """Whether the next forward pass is to be verified, against the gradients of one without hooks."""
-        return self._required
+        return self._requested or _is_due(self._batches) or self.every_batch
 
     @property
     def every_batch(self) -> bool:
@@ -88,7 +88,7 @@ class PerSampleGradients:
 
     def require_reference(self) -> None:
         """Verify the next forward pass."""
-        self._required = True
+        self._requested = True
 
     def exclude_all(self) -> None:
         """Leave all parameters to autograd."""
@@ -107,7 +107,7 @@ class PerSampleGradients:
         known = self._plans.get(uses.signature)
         if reference is None:
             if known is None or not known.followed or uses.unsupported:
-                self._required = True
+                self._requested = True
                 self.hooks.release()
                 return None
             return self._ready(uses, known)
@@ -119,7 +119,7 @@ class PerSampleGradients:
             self.excluded = plan.excluded
             self.hooks.release()
             return None
-        self.verified += 1
+        self.verified, self._requested = self.verified + 1, False
         self._plans[uses.signature] = plan
         return self._ready(uses, plan)
 
@@ -128,10 +128,9 @@ class PerSampleGradients:
         return [whole if i in self.remaining else single for i in range(len(self.names))]
 
     def end_batch(self) -> None:
-        """Let go of the last forward pass, and decide whether the next one is verified."""
+        """Let go of the last forward pass."""
         self.hooks.release()
         self._batches += 1
-        self._required = _is_due(self._batches) or self.every_batch
 
     def state(self) -> dict[str, Any]:
         """Return what has been found out about the model, as JSON can hold it; plans are made anew."""
@@ -147,7 +146,8 @@ class PerSampleGradients:
             self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
 
     def _ready(self, uses: Uses, plan: Plan) -> PerSampleBackward:
-        self.remaining |= set(uses.remaining)
+        if uses.samples:  # of an empty batch nothing can be learnt
+            self.remaining |= set(uses.remaining)
         if plan.unverified and self._late is None:
             self._late = torch.zeros((), dtype=torch.bool, device=self.parameters[0].device)
         return PerSampleBackward(self.hooks, self.parameters, uses, plan, self._late)

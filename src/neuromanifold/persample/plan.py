@@ -158,7 +158,9 @@ def discover(
             found.append(Use(("site", i, k), {"": i}, tuple(site.layouts(samples)), None, (site,)))
     covered = {i for use in found if use.capture is not None for i in use.parameters.values()}
     unsupported |= covered.intersection(remaining)
-    return Uses(samples, found, sorted(remaining), frozenset(unsupported), signature(used_by, samples), used_by)
+    # Two heads that take turns have the same graph, and other parameters.
+    kind = hash((signature(used_by, samples), *(use.key for use in found), *remaining))
+    return Uses(samples, found, sorted(remaining), frozenset(unsupported), kind, used_by)
 
 
 def _layouts(

@@ -99,7 +99,7 @@ class Verification:
         sums = _WeightedSums(_sample_weights(logits), parameters)
         backward = PerSampleBackward(hooks, parameters, uses, plan)
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
-        sums.flush()
+        sums.end_pass()
         self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
@@ -121,7 +121,7 @@ class _Observations:
     @torch.no_grad()
     def captured(self, use: Use, g: Tensor) -> None:
         """Note size and precision of the gradient at a use."""
-        size = float(torch.linalg.vector_norm(g if g.dtype.itemsize >= 4 else g.float()))
+        size = _norm(g)
         if size != 0:
             self.nonzero.add(use.key)
         x = use.sites[0].partner if use.capture is None else use.capture.x
@@ -146,7 +146,7 @@ class _Observations:
         expected = expected.to(total)
         if bool(expected.isnan().any()):
             return bool(total.isnan().any())  # the result will show it
-        difference, *sizes = (float(torch.linalg.vector_norm(t)) for t in (total - expected, total, expected))
+        difference, *sizes = (_norm(t) for t in (total - expected, total, expected))
         rounding = _ROUNDING * self._precisions[i] * self._sizes.get(i, 0.0)
         return difference <= self._tolerances[i] * max(sizes) + rounding
 
@@ -176,7 +176,7 @@ class _WeightedSums:
         else:
             self._add(i, form)
 
-    def flush(self) -> None:
+    def end_pass(self) -> None:
         """Add what has waited."""
         for i, form in self._waiting:
             self._add(i, form)
@@ -195,6 +195,11 @@ class _WeightedSums:
             self.misshapen.add(i)
             return
         self.totals[i] = self.totals[i] + total if i in self.totals else total
+
+
+def _norm(values: Tensor) -> float:
+    """Return the Euclidean norm, in float64: float32 does not have the squares of tiny gradients."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _sample_weights(logits: Tensor) -> Tensor:

@@ -176,4 +176,5 @@ def _coarser(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
 def _overlap(a: list[int], b: list[int]) -> bool:
     """Whether two [seed, start, stop, step] have a batch number in common."""
     first, second = range(*a[1:]), range(*b[1:])
-    return any(number in second for number in first)
+    skipped = max(0, -(-(b[1] - a[1]) // a[3]))  # of the first, what comes before the second
+    return any(number in second for number in first[skipped:][: b[3]])  # one of these is, or none

@@ -134,6 +134,8 @@ class CapturedSteps:
 
     def __call__(self, batch: Batch) -> Outputs:
         """Replay if there is a graph for this kind of batch; capture one if it is time to."""
+        if self._sums is not None and self._step.method.verifies_every_batch:
+            self._give_up("samples cannot be followed through the model, so that every batch is verified")
         signature = None if self._sums is None else _signature((batch.args, batch.kwargs, batch.labels))
         if self._sums is None or signature is None or self._step.method.must_run_eagerly:
             return self._eagerly(batch)
@@ -161,7 +163,9 @@ class CapturedSteps:
         if self._sums is None:
             return self._step(batch)
         with self._tape.reported_as(self._reported):  # the same in all batches, so that a model does the same
-            return self._step(batch)
+            outputs = self._step.forward(batch)
+        self._step.complete(batch, outputs)
+        return outputs
 
     @contextmanager
     def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Found]]:
@@ -193,11 +197,10 @@ class CapturedSteps:
             torch.cuda.empty_cache()  # graphs have memory of their own; what batches have used so far is given back
         own = batch._replace(**{name: _copied(getattr(batch, name)) for name in ("args", "kwargs", "labels")})
         try:
-            with self._tape.reported_as(self._reported):
-                with self._nothing_read_back(sums), recorder.capture() as forward:
-                    outputs = step.forward(own)
-                with self._nothing_read_back(sums) as found, recorder.capture() as backward:
-                    step.backward(outputs)
+            with self._nothing_read_back(sums), recorder.capture() as forward, recorder.reported_as(self._reported):
+                outputs = step.forward(own)
+            with self._nothing_read_back(sums) as found, recorder.capture() as backward:
+                step.backward(outputs)
         except Exception as error:  # an operation that waits for the device, or that cannot be captured
             sums.discard_batch()
             recorder.recover()
@@ -213,7 +216,7 @@ class CapturedSteps:
 
     def _has_room(self) -> bool:
         """Whether there is memory for the activations of one more batch; always, if graphs are asked for."""
-        if self._wanted is not False and self._wanted != "auto" or self._step.problem.device.type != "cuda":
+        if self._wanted is True or self._step.problem.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self._step.problem.device)
         return free > _ROOM * torch.cuda.max_memory_allocated(self._step.problem.device)
@@ -236,6 +239,8 @@ class CapturedSteps:
         sums.set_tally(sums.tally().plus(captured.tally))
         if captured.found is not None:
             self._step.validation.check_later(captured.found.clone(), batch.number)
+        with self._tape.reported_as(self._reported):
+            self._step.method.verify_late(batch)
         return captured.outputs
 
     @torch.no_grad()

@@ -41,6 +41,11 @@ class Method(ABC):
         """Whether the next batch cannot be replayed from a CUDA graph, because it has to be verified."""
         return False
 
+    @property
+    def verifies_every_batch(self) -> bool:
+        """Whether all further batches have to be verified."""
+        return False
+
     @contextmanager
     def without_synchronization(self) -> Iterator[None]:
         """Read nothing back from a GPU inside, as in the capture of a CUDA graph."""
@@ -140,6 +145,11 @@ class PerSample(Method):
     def must_run_eagerly(self) -> bool:
         return self.engine.needs_reference
 
+    @property
+    @override
+    def verifies_every_batch(self) -> bool:
+        return self.engine.every_batch
+
     @contextmanager
     @override
     def without_synchronization(self) -> Iterator[None]:
@@ -176,7 +186,7 @@ class PerSample(Method):
                 values = [one.values for one in group]
                 self._vectorizes = backward.to_uses(logits, values, [sums] * len(group), made_by)
                 if self._vectorizes:
-                    self._end_passes(sums, len(group))
+                    self.passes += len(group)
                     continue
             for one in group:
                 self._add_one(outputs, one, sums, backward)
@@ -218,22 +228,20 @@ class PerSample(Method):
             keep = cotangent.left > 1 or self._positions_apart or bool(alone)
             scale = self.scale_of(logits, piece, backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
-            gradients = backward(logits, values, sums, made_by, keep_graph=keep)
+            sent = values.clone() if alone else values  # a backward that works in place would change it
+            gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._mixes:
                 sums.add(gradients, made_by)
             one_sample = made_by._replace(noise=made_by.sample_noise)
             for single in by_sample(values) if alone else ():
                 sums.add(backward.remaining_gradients(logits, single, alone), one_sample)
                 self.passes += 1
-            self._end_passes(sums, 1)
+            sums.end_pass()
+            self.passes += 1
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         independent = self._estimator.independent_passes
         return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more or cotangent.left > 1)
-
-    def _end_passes(self, sums: GradientSums, count: int) -> None:
-        self.passes += count
-        sums.end_pass()
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

@@ -46,11 +46,15 @@ class Step:
     def __call__(self, batch: Batch) -> Outputs:
         """Run forward and backward for a batch, and accumulate its squares."""
         outputs = self.forward(batch)
+        self.complete(batch, outputs)
+        return outputs
+
+    def complete(self, batch: Batch, outputs: Outputs) -> None:
+        """Do all that comes after the forward pass of a batch."""
         self.seed(batch.number)
         self.backward(outputs)
         self.method.end_batch()
         self.method.verify_late(batch)
-        return outputs
 
     def synchronize(self) -> None:
         """Nothing is left open."""

@@ -1,17 +1,15 @@
-"""Where a trial has seen nothing but zeros, it is repeated once something else comes by, and not with every batch."""
+"""Where the verification has seen nothing but zeros, it is repeated with the batch in which something else comes."""
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample import plan as plan_module
-from neuromanifold.persample.trial import Trial
-from neuromanifold.persample.watch import Watch
+from neuromanifold.persample.engine import PerSampleGradients
+from neuromanifold.persample.gradients import Dense
+from neuromanifold.persample.rules import registry
 
 
 class Adapter(nn.Module):
@@ -49,30 +47,16 @@ def gated_data(open_from: int, batches: int = 9) -> list[Tensor]:
     return data
 
 
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of samples, of each."""
-    made: list[int] = []
-
-    class Counted(Trial):
-        def __init__(self, logits: Tensor) -> None:
-            made.append(len(logits))
-            super().__init__(logits)
-
-    monkeypatch.setattr(plan_module, "Trial", Counted)
-    return made
-
-
 def one_by_one(model: nn.Module, data: list[Tensor]) -> dict[str, Tensor]:
     parts = [nm.fisher_diagonal(model, [x], nm.Exact(), reduction="sum") for x in data]
     return {name: sum((part[name] for part in parts), torch.zeros(())) for name in parts[0]}
 
 
-def test_a_part_without_gradients_is_not_tried_with_every_batch(trials: list[int]) -> None:
+def test_a_part_without_gradients_is_not_verified_with_every_batch() -> None:
     model = nn.Sequential(Adapter(), nn.Tanh(), nn.Linear(6, 3)).double()
     data = list(torch.randn(9, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
-    assert len(trials) == 3
+    assert result.provenance.verified == 2
     assert set(result.provenance.granularity.values()) == {"sample"}
     assert (result["0.down.weight"] == 0).all()
     for name, value in one_by_one(model, data).items():
@@ -80,18 +64,18 @@ def test_a_part_without_gradients_is_not_tried_with_every_batch(trials: list[int
 
 
 @pytest.mark.parametrize("open_from", [1, 4, 7])
-def test_what_comes_later_is_tried_then(open_from: int, trials: list[int]) -> None:
+def test_what_comes_later_is_verified_then(open_from: int) -> None:
     model, data = Gated().double(), gated_data(open_from)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
-    assert len(trials) == (2 if open_from == 1 else 4)
+    assert result.provenance.verified == 3
     for name, value in one_by_one(model, data).items():
         torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-14)
 
 
-def test_what_has_been_tried_before_is_not_watched() -> None:
-    """Two heads in turn, so that there is a trial with each of them; in the second one the layer has no gradient."""
+def test_what_has_been_verified_before_is_not_verified_again() -> None:
+    """Two heads in turn, each verified on its own; in the second one the layer has no gradient."""
 
     class TwoHeads(Gated):
         def __init__(self) -> None:
@@ -137,26 +121,14 @@ def turned_data(pattern: str) -> list[Tensor]:
     return data
 
 
-@pytest.mark.parametrize("pattern", ["000011", "0000100001"])
-def test_rows_that_turn_out_not_to_be_samples_end_the_run(pattern: str) -> None:
+PATTERNS = ["1000", "000011", "00001000", "0000001", "00001B", "00001B1", "0B10", "00001000011"]
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_are_right_whenever_they_come(pattern: str, turned: bool) -> None:
     torch.manual_seed(0)
-    model = Turned().double()
-    with pytest.raises(RuntimeError, match=r"zero at first.*granularity='batch'"):
-        nm.fisher_diagonal(model, turned_data(pattern), nm.Exact())
-
-
-@pytest.mark.parametrize("pattern", ["00001000", "0000001", "00001B", "00001B1"])
-def test_what_comes_too_late_to_be_tried_is_said(pattern: str) -> None:
-    torch.manual_seed(0)
-    model = Turned().double()
-    with pytest.warns(RuntimeWarning, match="begin with a batch in which they are not zero"):
-        nm.fisher_diagonal(model, turned_data(pattern), nm.Exact())
-
-
-@pytest.mark.parametrize("pattern", ["1000", "000011", "00001B1", "0B10", "00001000011"])
-def test_rows_that_are_samples_are_right_whenever_they_come(pattern: str) -> None:
-    torch.manual_seed(0)
-    model, data = Turned(turned=False).double(), turned_data(pattern)
+    model, data = Turned(turned).double(), turned_data(pattern)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
@@ -164,22 +136,28 @@ def test_rows_that_are_samples_are_right_whenever_they_come(pattern: str) -> Non
         torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-14)
 
 
-def test_a_resumed_run_knows_what_came_late(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, data = Turned().double(), turned_data("000011")
+class Amplified(nn.Module):
+    """Adds a parameter, times a number that depends on the data."""
 
-    def stopped() -> Iterator[Tensor]:
-        yield from data[:5]
-        raise OSError("stopped")
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
-    state = nm.Checkpoint(tmp_path / "state", every=0)
-    with pytest.raises(OSError, match="stopped"):
-        nm.fisher_diagonal(model, stopped(), nm.Exact(), checkpoint=state)
-    with pytest.raises(RuntimeError, match="zero at first"):
-        nm.fisher_diagonal(model, data, nm.Exact(), checkpoint=state)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift * (2.0 if x[0, 0] > 2 else 1.0)
 
 
-def test_batches_of_one_sample_are_not_watched() -> None:
+def test_a_rule_that_is_right_at_first_and_wrong_later_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    nm.rule(Amplified, parameters=("shift",))(lambda call: {"shift": Dense(call.g)})
+    x = torch.zeros(4, 3, dtype=torch.float64)
+    model = nn.Sequential(Amplified())
+    nm.fisher_diagonal(model, [x, x, x], nm.Exact())
+    with pytest.raises(nm.VerificationError, match=r"0.shift were right on an earlier batch.*granularity='batch'"):
+        nm.fisher_diagonal(model, [x, x, x + 3.0], nm.Exact())
+
+
+def test_batches_of_one_sample_need_no_second_verification() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     nn.init.constant_(model[0].bias, -50.0)
     data = [torch.zeros(1, 4, dtype=torch.float64)] * 5 + [torch.full((1, 4), 1e3, dtype=torch.float64)]
@@ -190,17 +168,15 @@ def test_batches_of_one_sample_are_not_watched() -> None:
     assert (result["0.weight"] > 0).any()  # it came late
 
 
-def test_on_a_gpu_it_is_looked_up_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, looked = Watch(), []
-    watch.tried(set(), {"a"})
-    watch._flags["a"] = torch.zeros((), dtype=torch.bool, device="meta")  # anything but a CPU
-
-    def late() -> set[object]:
-        looked.append(watch._asked)
-        return set()
-
-    monkeypatch.setattr(watch, "late", late)
-    for _ in range(50):
-        assert not watch.calls_for_a_trial({"a"})
-    assert looked == [1, 2, 4, 8, 16, 32, 48]
-    assert watch.calls_for_a_trial({"a", "b"})
+def test_a_flag_on_a_gpu_is_read_rarely() -> None:
+    """Reading makes a GPU wait.  A tensor without data cannot be read, so that reading it is an error."""
+    model = nn.Linear(4, 3)
+    engine, read = PerSampleGradients(model, dict(model.named_parameters())), []
+    engine._late = torch.zeros((), dtype=torch.bool, device="meta")
+    for batch in range(1, 50):
+        engine.end_batch()
+        try:
+            assert not engine.came_late
+        except RuntimeError:
+            read.append(batch)
+    assert read == [16, 32, 48]
