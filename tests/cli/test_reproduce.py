@@ -384,6 +384,20 @@ def test_a_run_that_could_not_begin_leaves_nothing_behind(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("wrong", ["model", "data"])
+def test_sources_of_all_tasks_are_checked_before_the_first_is_loaded(
+    folder: Folder, tmp_path: Path, wrong: str
+) -> None:
+    path, _ = write_data("text", tmp_path)
+    first = ["-m", f"sst2={folder('text')}", "-d", f"sst2={path}"]
+    second = {"model": folder("text"), "data": path, wrong: tmp_path / "missing.csv"}
+    given = [*first, "-m", f"mnli={second['model']}", "-d", f"mnli={second['data']}"]
+    said = bad("reproduce", "sst2", "mnli", *given, "-o", tmp_path / "out")
+    assert said.startswith("Error: Task mnli: ")
+    assert "There is no" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_too_little_room_is_said_before_the_run(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

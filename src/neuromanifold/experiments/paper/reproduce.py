@@ -11,7 +11,7 @@ from neuromanifold.experiments.paper.columns import COLUMNS
 from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
 from neuromanifold.experiments.paper.pictures import draw_histograms, draw_passes
 from neuromanifold.experiments.paper.run import Run
-from neuromanifold.experiments.paper.sources import Prepared, Source, prepare
+from neuromanifold.experiments.paper.sources import Prepared, Source, check_sources, prepare
 from neuromanifold.experiments.paper.speed import measure_speed
 from neuromanifold.experiments.paper.table import write_tables
 from neuromanifold.experiments.paper.tasks import PaperTask
@@ -26,6 +26,8 @@ def reproduce(run: Run, tasks: Sequence[PaperTask], sources: Mapping[str, Source
     `sources` has for a task the model and data to use instead of those on the hub.
     """
     text = ""
+    for task in tasks:
+        check_sources(task, sources.get(task.name, Source()))
     for task in tasks:
         prepared = prepare(run, task, sources.get(task.name, Source()))
         _check_space(run, prepared)

@@ -22,6 +22,7 @@ from neuromanifold.hf import (
     LoadError,
     Task,
     check_data_source,
+    check_model_source,
     load_data,
     load_model,
 )
@@ -82,11 +83,22 @@ class Prepared:
         return [made[i % len(made)] for i in range(count)]
 
 
+def check_sources(task: PaperTask, source: Source) -> None:
+    """Raise a LoadError for local files that cannot be used, before anything is loaded."""
+    model, data = source.model or task.model, source.data or task.data
+    with _hints(task, source):
+        if is_function_name(model):
+            raise LoadError(f"`model`: {model} is a function; here it must be a folder or a name on the hub.")
+        if is_function_name(data):
+            raise LoadError(f"`data`: {data} is a function; here it must be a file, a folder or a name on the hub.")
+        check_data_source(data)
+        check_model_source(model)
+
+
 def prepare(run: Run, task: PaperTask, source: Source) -> Prepared:
     """Load the model, choose the rows, and enter both into the folder."""
     folder, settings = run.folder, run.folder.settings
     with _hints(task, source):
-        check_data_source(source.data or task.data)
         model = _load_model(task, source, settings)
         data = _load_data(task, source, settings, model, labels=True)
         begun = {"model": model.about, "source": data.about}
@@ -118,11 +130,8 @@ def _hints(task: PaperTask, source: Source) -> Iterator[None]:
 
 
 def _load_model(task: PaperTask, source: Source, settings: Settings) -> LoadedModel:
-    where = source.model or task.model
-    if is_function_name(where):
-        raise LoadError(f"`model`: {where} is a function; here it must be a folder or a name on the hub.")
     loaded = load_model(
-        where,
+        source.model or task.model,
         task=task.kind,
         classes=None if task.fine_tuned else task.classes,
         dtype=settings.dtype,
@@ -155,8 +164,7 @@ def _load_data(task: PaperTask, source: Source, settings: Settings, model: Loade
         if Path(where).expanduser().exists():
             raise
         raise hub_error("data", where, error) from error
-    if not isinstance(loaded, LoadedData):
-        raise LoadError(f"`data`: {where} is a function; here it must be a file, a folder or a name on the hub.")
+    assert isinstance(loaded, LoadedData)  # functions are refused before
     return replace(loaded, about=loaded.about.replace(", all of ", ", "))
 
 
