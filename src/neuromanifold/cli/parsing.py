@@ -22,10 +22,10 @@ def parse_estimator(text: str) -> nm.Estimator:
     """Return the estimator; only names of estimators and literals are understood, and nothing is evaluated."""
     known = ", ".join(kind.__name__ for kind in ESTIMATORS)
     expected, got = f"one of {known}, perhaps with settings such as Hutchinson(probes=4)", repr(text)
-    plain = text.replace("-", "")
+    name = text.replace("-", "")  # such as monte-carlo
     with suppress(SyntaxError, KeyError):
         try:
-            made = _build(ast.parse(plain if plain.isalpha() else text, mode="eval").body)
+            made = _build(ast.parse(name if name.isalpha() else text, mode="eval").body)
             if isinstance(made, nm.Estimator):
                 return made
         except TypeError as error:  # a setting that the estimator does not have

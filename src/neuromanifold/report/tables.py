@@ -1,4 +1,4 @@
-"""The tables of the page as rows of cells, and its numbers as plain data for programs that read it."""
+"""The tables of the page as rows of cells, and its numbers as JSON for programs that read it."""
 
 from __future__ import annotations
 

@@ -92,13 +92,13 @@ def reproduce(
     check_creatable(out / "settings.json")
 
     @contextmanager
-    def watch(name: str, data: object) -> Iterator[Observer | bool]:
+    def named_bar(name: str, data: object) -> Iterator[Observer | bool]:
         if Console(stderr=True).is_terminal:
             note(f"{name} ...")
         with progress_bar(data, not no_progress) as progress:
             yield progress
 
-    run = Run(Folder(out, settings), note, watch, not exact_only, rounds, most_probes)
+    run = Run(Folder(out, settings), note, named_bar, not exact_only, rounds, most_probes)
     try:
         text = run_all(run, chosen, sources)
     except KeyboardInterrupt:

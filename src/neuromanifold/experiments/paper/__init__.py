@@ -6,7 +6,7 @@ for each task:                                      `tasks`: six networks and th
     for each column and each number of probes:      `columns`
         run, compare with the exact one, keep       what is finished is not run again
     time the columns in turn on a few batches       `speed`
-    histograms, error against passes                `pictures`
+    histograms, error against passes                `figures`
     tables of all tasks so far                      `table`
 """
 

@@ -83,7 +83,7 @@ def describe(run: Run, prepared: Prepared) -> dict[str, Any]:
 
 def _timed_diagonal(run: Run, prepared: Prepared, column: Column) -> tuple[DiagonalFisher, float]:
     """The diagonal, and its seconds (since the run was last resumed)."""
-    with run.watch(f"{prepared.name}: {column.text}, per {column.per}", prepared.data) as progress:
+    with run.progress(f"{prepared.name}: {column.text}, per {column.per}", prepared.data) as progress:
         start = time.perf_counter()
         result = fisher_diagonal(
             prepared.module,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from neuromanifold.core.checks import message
 from neuromanifold.experiments.paper.columns import COLUMNS
 from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
-from neuromanifold.experiments.paper.pictures import draw_histograms, draw_passes
+from neuromanifold.experiments.paper.figures import draw_histograms, draw_passes
 from neuromanifold.experiments.paper.run import Run
 from neuromanifold.experiments.paper.sources import Prepared, Source, check_sources, prepare
 from neuromanifold.experiments.paper.speed import measure_speed
@@ -31,10 +31,10 @@ def reproduce(run: Run, tasks: Sequence[PaperTask], sources: Mapping[str, Source
     for task in tasks:
         prepared = prepare(run, task, sources.get(task.name, Source()))
         _check_space(run, prepared)
-        _tell_facts(run, prepared)
+        _log_facts(run, prepared)
         _measure_all(run, prepared)
         if run.rounds:
-            run.tell(f"{task.name}: timed on {measure_speed(prepared, run.folder, run.rounds)['device']}")
+            run.log(f"{task.name}: timed on {measure_speed(prepared, run.folder, run.rounds)['device']}")
         _draw(run, prepared)
         text = write_tables(run.folder)
     return text
@@ -44,35 +44,35 @@ def _measure_all(run: Run, prepared: Prepared) -> None:
     task, columns = prepared.name, wanted_columns(prepared, run.most_probes)
     pending = [column for column in columns if run.folder.numbers(task, column.key) is None]
     if len(pending) < len(columns):
-        run.tell(f"{task}: {len(columns) - len(pending)} of {len(columns)} estimators were finished before")
+        run.log(f"{task}: {len(columns) - len(pending)} of {len(columns)} estimators were finished before")
     if not pending:
         return
     exact = exact_diagonal(run, prepared)
     p = exact.provenance
-    run.tell(f"{task}: exact, {p.passes / p.batches:g} passes per batch, trace {exact.trace.sum:.4g}")
+    run.log(f"{task}: exact, {p.passes / p.batches:g} passes per batch, trace {exact.trace.sum:.4g}")
     for column in pending:
         numbers = measure(run, prepared, column, exact)
         errors = ", ".join(f"{group} {found['relmae']:.3g}" for group, found in numbers["errors"].items())
-        run.tell(f"{task}: {column.text} per {column.per}, {numbers['passes']:g} passes per batch: RelMAE {errors}")
+        run.log(f"{task}: {column.text} per {column.per}, {numbers['passes']:g} passes per batch: RelMAE {errors}")
 
 
 def _draw(run: Run, prepared: Prepared) -> None:
     """Plot if matplotlib is installed; a rerun with it makes only the plots."""
     if find_spec("matplotlib") is None:
         advice = "pip install 'neuromanifold[plots]', then run again."
-        run.tell(f"{prepared.name}: no plots, since matplotlib is missing: {advice}")
+        run.log(f"{prepared.name}: no plots, since matplotlib is missing: {advice}")
         return
     if not run.folder.file(prepared.name, "histograms.pdf").exists():
         draw_histograms(run.folder, prepared, exact_diagonal(run, prepared).sums)
     draw_passes(run.folder, prepared)
 
 
-def _tell_facts(run: Run, prepared: Prepared) -> None:
+def _log_facts(run: Run, prepared: Prepared) -> None:
     facts = describe(run, prepared)
     said = [prepared.model.about, prepared.data.about, f"C = {prepared.classes}"]
     said.append(f"mean largest probability {facts['mean_largest_probability']:.3f}")
     said += [f"{100 * facts['accuracy']:.1f} % accuracy"] if facts["accuracy"] is not None else []
-    run.tell(f"{prepared.name}: {'; '.join(said)}")
+    run.log(f"{prepared.name}: {'; '.join(said)}")
 
 
 def _check_space(run: Run, prepared: Prepared) -> None:

@@ -10,7 +10,8 @@ from neuromanifold.experiments.paper.folder import Folder
 from neuromanifold.problem.progress import Observer
 
 ROUNDS = 5
-Watch = Callable[[str, object], AbstractContextManager[Observer | bool]]
+ProgressContext = Callable[[str, object], AbstractContextManager[Observer | bool]]
+"""Returns a context with the argument `progress` of `fisher_diagonal`, such as one that draws a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Run:
     """One call of `reproduce`."""
 
     folder: Folder
-    tell: Callable[[str], None]  # called with a line about what has been found
-    watch: Watch  # called with the name of an estimate and its data; a context with its argument `progress`
+    log: Callable[[str], None]  # called with a line about what has been found
+    progress: ProgressContext  # called with the name of an estimate and its data
     keep: bool = True  # the diagonals of the table's columns, and not only the exact one
     rounds: int = ROUNDS  # of timing; 0: no timing
     most_probes: int | None = None  # last point of the curve over probes; None: C - 1

@@ -188,7 +188,7 @@ def _rows(run: Run, task: PaperTask, model: LoadedModel, data: LoadedData) -> tu
     if kept is not None:
         return list(kept["rows"]), bool(kept["labelled"]), int(kept["left_out"])
     wanted, size = settings.batches * settings.batch_size, settings.batch_size
-    run.tell(f"{task.name}: choosing {min(wanted, len(data.rows)):,} of {len(data.rows):,} rows")
+    run.log(f"{task.name}: choosing {min(wanted, len(data.rows)):,} of {len(data.rows):,} rows")
     good: list[int] = []
     seen, reason = 0, ""
     while len(good) < wanted and seen < len(data.rows):
@@ -200,7 +200,7 @@ def _rows(run: Run, task: PaperTask, model: LoadedModel, data: LoadedData) -> tu
     if 2 * len(good) >= seen:
         return good, True, seen - len(good)
     missing = f"{seen - len(good):,} of {seen:,} rows have no label of the {model.classes} classes"
-    run.tell(f"{task.name}: {missing}, so columns that need labels stay empty. ({reason})")
+    run.log(f"{task.name}: {missing}, so columns that need labels stay empty. ({reason})")
     return list(data.rows[:wanted]), False, 0
 
 
