@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 from neuromanifold.core.checks import message
 from neuromanifold.experiments.paper.columns import COLUMNS
-from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
 from neuromanifold.experiments.paper.figures import draw_histograms, draw_passes
+from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
 from neuromanifold.experiments.paper.run import Run
 from neuromanifold.experiments.paper.sources import Prepared, Source, check_sources, prepare
 from neuromanifold.experiments.paper.speed import measure_speed
