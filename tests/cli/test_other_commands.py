@@ -42,10 +42,11 @@ def test_the_batch_size_is_found(folder: Folder, tmp_path: Path) -> None:
     assert "a number with --checkpoint or --shard" in bad("estimate", *common, "-o", out, "--shard", "0/2")
 
 
-def test_a_function_says_its_batch_size_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", ["auto", "1", "7"])
+def test_a_function_chooses_its_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     own_module(tmp_path, monkeypatch)
-    said = bad("forecast", "-m", "my_own:model", "-d", "my_own:batches", "-b", "auto")
-    assert "the function returns whole batches" in said
+    said = bad("forecast", "-m", "my_own:model", "-d", "my_own:batches", "-b", size)
+    assert f"left out where --data is a function, got {size}. The function returns whole batches." in said
 
 
 @pytest.mark.filterwarnings("default")

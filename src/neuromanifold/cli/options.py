@@ -16,6 +16,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import message
 from neuromanifold.diagnostics.forecast import largest_batch
 from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_data_source, load_data, load_model
+from neuromanifold.hf.functions import is_function_name
 from neuromanifold.hf.models import DTYPES
 from neuromanifold.problem.parameters import select_parameters
 
@@ -144,6 +145,9 @@ class Setup:
         """
         check_data_source(self.data, self.split, self.subset, self.columns)
         parse_likelihood(self.likelihood, Categorical)
+        if is_function_name(self.data) and self.batch_size != _SIZE:
+            expected, advice = "left out where --data is a function", "The function returns whole batches."
+            raise ValueError(message("batch-size", expected, self.batch_size, advice))
         if self.size is None and fixed_size:
             advice = "neuromanifold forecast -b auto finds one."
             raise ValueError(message("batch-size", f"a number with {fixed_size}", "auto", advice))
@@ -166,13 +170,11 @@ class Setup:
         """Load the data; for "auto" in the largest batches that fit into a run with these arguments and speed it up."""
         if self.size is None:
             every = replace(self, batch_size="1", batches=None).load_data(model, labels)
-            if isinstance(every, FunctionData):
-                advice = "Leave it out: the function returns whole batches."
-                raise ValueError(message("batch-size", "left out where --data is a function", "auto", advice))
+            assert isinstance(every, LoadedData)  # functions are refused before
             size = largest_batch(model.module, every.with_batch_size, most=every.samples, **run)
             note(f"Batch size: {size}")
             return replace(self, batch_size=str(size)).load_data(model, labels)
-        data = load_data(
+        return load_data(
             self.data,
             model,
             split=self.split,
@@ -185,10 +187,6 @@ class Setup:
             mask=self.mask,
             seed=self.seed,
         )
-        if isinstance(data, FunctionData) and self.batch_size not in (_SIZE, "1"):
-            advice = "The function returns whole batches."
-            raise ValueError(message("batch-size", "left out where --data is a function", self.batch_size, advice))
-        return data
 
     def selection(self, model: LoadedModel) -> dict[str, Any]:
         """Return the arguments `likelihood` and `parameters` that every run takes."""
