@@ -145,12 +145,12 @@ class Setup:
         """
         check_data_source(self.data, self.split, self.subset, self.columns)
         parse_likelihood(self.likelihood, Categorical)
-        if is_function_name(self.data) and self.batch_size != _SIZE:
-            expected, advice = "left out where --data is a function", "The function returns whole batches."
-            raise ValueError(message("batch-size", expected, self.batch_size, advice))
         if self.size is None and fixed_size:
             advice = "neuromanifold forecast -b auto finds one."
             raise ValueError(message("batch-size", f"a number with {fixed_size}", "auto", advice))
+        if is_function_name(self.data) and self.batch_size != _SIZE:
+            expected, advice = "left out where --data is a function", "The function returns whole batches."
+            raise ValueError(message("batch-size", expected, self.batch_size, advice))
         loaded = load_model(
             self.model,
             self.task,
