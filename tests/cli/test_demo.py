@@ -1,4 +1,4 @@
-"""The command line as a user meets it, and its demo."""
+"""The command line as a user sees it, and its demo."""
 
 import subprocess
 import sys

@@ -407,7 +407,7 @@ def test_too_little_room_is_said_before_the_run(
     assert "--exact-only" in said
 
 
-def test_without_matplotlib_all_but_the_pictures_is_made(
+def test_without_matplotlib_all_but_the_plots_is_made(
     finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = finished("text")
