@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.experiments.paper import TASKS, Folder, Settings
+from neuromanifold.experiments.paper import TASKS, Folder, PaperSettings
 from neuromanifold.experiments.paper.columns import BASELINE, COLUMNS, EXACT, OURS, PAPER, curve
 from neuromanifold.experiments.paper.measure import parameter_groups
 from neuromanifold.experiments.paper.sources import Prepared
@@ -160,7 +160,7 @@ def test_the_first_batches_are_not_timed() -> None:
 
 
 def test_times_are_kept_and_batches_begin_anew_where_there_are_few(tmp_path: Path) -> None:
-    one, folder = prepared(), Folder(tmp_path / "out", Settings(batches=2, batch_size=2, device="cpu"))
+    one, folder = prepared(), Folder(tmp_path / "out", PaperSettings(batches=2, batch_size=2, device="cpu"))
     assert len(one.batches(TIMED + 1)) == TIMED + 1  # of two
     folder.claim("sst2", {"classes": 4})
     found = measure_speed(one, folder, rounds=2)
@@ -176,7 +176,7 @@ def test_times_are_kept_and_batches_begin_anew_where_there_are_few(tmp_path: Pat
 
 
 def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "out", Settings())
+    folder = Folder(tmp_path / "out", PaperSettings())
     assert read_numbers(folder) == []
     about = {"model": "m", "data": "d", "own": False, "classes": 3, "samples": 8192, "parameters": 10}
     folder.claim("mnli", about)
@@ -207,6 +207,6 @@ def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
 def test_settings_are_checked() -> None:
     for bad in ({"batches": 0}, {"batch_size": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            Settings(**bad)  # type: ignore[arg-type]
+            PaperSettings(**bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="batches"):
-        Settings(batches=1.5)  # type: ignore[arg-type]
+        PaperSettings(batches=1.5)  # type: ignore[arg-type]

@@ -13,14 +13,14 @@ from neuromanifold.core.checks import message
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.granularity import Granularity
 
-ESTIMATORS = (nm.Hutchinson, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
-_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*ESTIMATORS, nm.Upper, nm.Lower)}
-LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+_ESTIMATORS = (nm.Hutchinson, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
+_BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*_ESTIMATORS, nm.Upper, nm.Lower)}
+_LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 def parse_estimator(text: str) -> nm.Estimator:
     """Return the estimator; only names of estimators and literals are understood, and nothing is evaluated."""
-    known = ", ".join(kind.__name__ for kind in ESTIMATORS)
+    known = ", ".join(kind.__name__ for kind in _ESTIMATORS)
     expected, got = f"one of {known}, perhaps with settings such as Hutchinson(probes=4)", repr(text)
     name = text.replace("-", "")  # such as monte-carlo
     with suppress(SyntaxError, KeyError):
@@ -49,9 +49,9 @@ def parse_likelihood(text: str | None, default: Likelihood) -> Likelihood:
     """Return the likelihood of that name; by default that of the model's config."""
     if text is None:
         return default
-    if text.lower() not in LIKELIHOODS:
-        raise ValueError(message("likelihood", f"one of {', '.join(LIKELIHOODS)}", repr(text)))
-    return LIKELIHOODS[text.lower()]
+    if text.lower() not in _LIKELIHOODS:
+        raise ValueError(message("likelihood", f"one of {', '.join(_LIKELIHOODS)}", repr(text)))
+    return _LIKELIHOODS[text.lower()]
 
 
 def parse_granularity(text: str) -> Granularity:

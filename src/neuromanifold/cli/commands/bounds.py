@@ -17,7 +17,7 @@ BATCHES = 8  # by default: each class takes backward passes of its own
 
 
 @with_setup
-def bounds(
+def bounds_command(
     setup: Setup,
     rank: Annotated[int, option("Bounds", "Eigenvectors of the lower bound.", "--rank", "-k", min=1)] = 1,
     diagonals: Annotated[

@@ -8,11 +8,11 @@ import typer
 
 from neuromanifold.cli.options import Labels, NoProgress, Setup, option, with_setup
 from neuromanifold.cli.parsing import parse_estimator
-from neuromanifold.diagnostics.check import check as run_check
+from neuromanifold.diagnostics.check import check
 
 
 @with_setup
-def check(
+def check_command(
     setup: Setup,
     estimator: Annotated[
         list[str] | None,
@@ -29,7 +29,7 @@ def check(
     """
     chosen = [parse_estimator(text) for text in estimator] if estimator else None
     model = setup.load_model(fixed_size="check")
-    result = run_check(
+    result = check(
         model.module,
         setup.load_data(model, labels),
         batches=setup.batches or 4,

@@ -13,7 +13,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.results.diagonal import load_diagonal
 
 
-def combine(
+def combine_command(
     files: Annotated[list[Path], typer.Argument(help="Results over disjoint data, such as the shards of one run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write (safetensors).")],
 ) -> None:

@@ -27,7 +27,7 @@ scale:   Σa/Σb
          95 % if both estimate the same; –: not random"""
 
 
-def compare(
+def compare_command(
     file: Annotated[Path, typer.Argument(help="A result.", metavar="A")],
     reference: Annotated[Path, typer.Argument(help="The reference.", metavar="B")],
     parameters: Patterns = None,

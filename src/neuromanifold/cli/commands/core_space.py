@@ -24,7 +24,7 @@ The bounds need no eigenvalue solver and enclose λ within a factor of two; the
 secular equation gives λ to rounding (top 2: time per sample for two eigenpairs)."""
 
 
-def core_space(
+def core_space_command(
     out: Annotated[Path, typer.Option(help="Folder for the plot; created if missing.")] = Path("demo"),
     classes: Annotated[int, typer.Option(min=4, help="Number of classes in the plot.")] = 10,
 ) -> None:

@@ -17,7 +17,7 @@ from neuromanifold.report.plots import histograms, needs_matplotlib, plot_histog
 from neuromanifold.run.fisher import fisher_diagonal
 
 
-def demo(
+def demo_command(
     out: Annotated[Path, typer.Option(help="Folder for the plot and the result; created if missing.")] = Path("demo"),
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the network, its training and the probes.")] = 0,
     samples: Annotated[int, typer.Option(min=1, max=TRAINING, help="Number of images.")] = 1024,

@@ -38,7 +38,7 @@ _VARIABLES = (
 )
 
 
-def env() -> None:
+def env_command() -> None:
     """Print versions and devices, for a bug report."""
     rows = [("Python", platform.python_version(), platform.platform())]
     rows += [(package, _version(package), purpose) for package, purpose in _PACKAGES.items()]

@@ -23,7 +23,7 @@ _INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
 
 
 @with_setup
-def estimate(
+def estimate_command(
     setup: Setup,
     output: Annotated[
         Path, run_option("File to write (safetensors); replaced if it exists.", "--output", "-o", metavar="FILE")

@@ -8,11 +8,11 @@ import typer
 
 from neuromanifold.cli.options import EstimatorName, GranularityName, Setup, run_option, with_setup
 from neuromanifold.cli.parsing import parse_estimator, parse_granularity
-from neuromanifold.diagnostics.forecast import forecast as run_forecast
+from neuromanifold.diagnostics.forecast import forecast
 
 
 @with_setup
-def forecast(
+def forecast_command(
     setup: Setup,
     estimator: EstimatorName = "Hutchinson()",
     granularity: GranularityName = "auto",
@@ -28,4 +28,4 @@ def forecast(
     model = setup.load_model()
     run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
     data = setup.load_data(model, chosen.needs_labels, **run)
-    typer.echo(str(run_forecast(model.module, data, batches=tries, **run)))
+    typer.echo(str(forecast(model.module, data, batches=tries, **run)))

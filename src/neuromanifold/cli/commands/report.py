@@ -14,7 +14,7 @@ from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.results.files import byte_size
 
 
-def report(
+def report_command(
     files: Annotated[list[Path], typer.Argument(help="Results; the others are compared with the first.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("fisher.html"),
 ) -> None:

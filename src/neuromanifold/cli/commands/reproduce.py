@@ -14,9 +14,8 @@ from neuromanifold.cli.console import note, progress_bar
 from neuromanifold.cli.files import check_creatable
 from neuromanifold.cli.options import Device, NoProgress, option, run_option
 from neuromanifold.core.checks import message
-from neuromanifold.experiments.paper import Folder, PaperTask, Run, Settings, Source
-from neuromanifold.experiments.paper import reproduce as run_all
-from neuromanifold.experiments.paper.run import ROUNDS
+from neuromanifold.experiments.paper import Folder, PaperRun, PaperSettings, PaperTask, Source, reproduce
+from neuromanifold.experiments.paper.run import TIMING_ROUNDS
 from neuromanifold.experiments.paper.tasks import TASKS, find_tasks
 from neuromanifold.hf.models import DTYPES, as_device
 from neuromanifold.problem.progress import Observer
@@ -24,7 +23,7 @@ from neuromanifold.problem.progress import Observer
 _SOURCES = "Local models and data"
 
 
-def reproduce(
+def reproduce_command(
     tasks: Annotated[
         list[str] | None, typer.Argument(metavar="[TASK]...", help=f"Some of {', '.join(TASKS)}. Default: all.")
     ] = None,
@@ -61,7 +60,7 @@ def reproduce(
     seed: Annotated[int, run_option("Random seed of rows, new classifiers and probes.", min=0)] = 0,
     rounds: Annotated[
         int, run_option("Rounds of timing, over a few batches with each estimator; 0: no timing.", min=0)
-    ] = ROUNDS,
+    ] = TIMING_ROUNDS,
     most_probes: Annotated[
         int | None,
         run_option(
@@ -88,7 +87,7 @@ def reproduce(
     """
     chosen = find_tasks(tasks or [])
     sources = parse_sources(chosen, model or [], data or [], columns)
-    settings = Settings(batches, batch_size, dtype, str(as_device(device)), seed)
+    settings = PaperSettings(batches, batch_size, dtype, str(as_device(device)), seed)
     check_creatable(out / "settings.json")
 
     @contextmanager
@@ -98,9 +97,9 @@ def reproduce(
         with progress_bar(data, not no_progress) as progress:
             yield progress
 
-    run = Run(Folder(out, settings), note, named_bar, not exact_only, rounds, most_probes)
+    run = PaperRun(Folder(out, settings), note, named_bar, not exact_only, rounds, most_probes)
     try:
-        text = run_all(run, chosen, sources)
+        text = reproduce(run, chosen, sources)
     except KeyboardInterrupt:
         note(f"Interrupted. Finished steps are kept in {out}: the same command resumes there.")
         raise typer.Exit(130) from None

@@ -12,7 +12,7 @@ from neuromanifold.cli.options import Patterns
 from neuromanifold.results import DiagonalFisher, load
 
 
-def show(
+def show_command(
     file: Annotated[Path, typer.Argument(help="A result: fim.safetensors, bounds, or the JSON file of a trace.")],
     parameters: Patterns = None,
     sums: Annotated[bool, typer.Option("--sum", help="Show sums over the samples instead of means.")] = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from neuromanifold.experiments.error_cost import ErrorCost, Point, draw_error_cost
+from neuromanifold.experiments.error_cost import ErrorCost, EstimatorPoint, draw_error_cost
 from neuromanifold.experiments.paper.columns import COLUMNS, Column, curve
 from neuromanifold.experiments.paper.folder import Folder
 from neuromanifold.experiments.paper.sources import Prepared
@@ -42,10 +42,10 @@ def draw_passes(folder: Folder, prepared: Prepared) -> None:
 def errors_against_passes(folder: Folder, prepared: Prepared, group: str = "rest") -> ErrorCost:
     """The columns as points, and probes = 1, 2, 4, ... C - 1 as a curve."""
 
-    def points(columns: list[Column]) -> tuple[Point, ...]:
+    def points(columns: list[Column]) -> tuple[EstimatorPoint, ...]:
         found = ((column, folder.numbers(prepared.name, column.key)) for column in columns)
         return tuple(
-            Point(
+            EstimatorPoint(
                 numbers["estimator"],
                 column.per == "sample",
                 numbers["target"] in ("unbiased", "exact"),

@@ -28,7 +28,7 @@ _PACKAGES = ("transformers", "datasets", "numpy", "triton")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PaperSettings:
     """The settings that all tasks of a folder share."""
 
     batches: int = 128
@@ -46,7 +46,7 @@ class Settings:
 class Folder:
     """A folder of results: checks its settings, reads and writes the numbers of each step."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: PaperSettings) -> None:
         """Check that the folder was begun with the same settings; it is created with the first task."""
         self.path, self.settings, self._file = path, settings, path / "settings.json"
         if self._file.exists():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from neuromanifold.diagnostics.trials import EPSILON, short_name
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
 from neuromanifold.experiments.paper.folder import versions
-from neuromanifold.experiments.paper.run import Run
+from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare
@@ -28,7 +28,7 @@ def wanted_columns(prepared: Prepared, most_probes: int | None = None) -> list[C
     return [column for column in found if prepared.labelled or not column.estimator.needs_labels]
 
 
-def exact_diagonal(run: Run, prepared: Prepared) -> DiagonalFisher:
+def exact_diagonal(run: PaperRun, prepared: Prepared) -> DiagonalFisher:
     """The reference of all errors: computed once, and read from then on."""
     path = run.folder.file(prepared.name, "exact.safetensors")
     if run.folder.numbers(prepared.name, EXACT.key) is not None and path.exists():
@@ -39,8 +39,8 @@ def exact_diagonal(run: Run, prepared: Prepared) -> DiagonalFisher:
     return result
 
 
-def measure(run: Run, prepared: Prepared, column: Column, exact: DiagonalFisher) -> dict[str, Any]:
-    """Run a column and keep its errors; its diagonal, too, if it is one of the table and `run.keep` says so."""
+def measure(run: PaperRun, prepared: Prepared, column: Column, exact: DiagonalFisher) -> dict[str, Any]:
+    """PaperRun a column and keep its errors; its diagonal, too, if it is one of the table and `run.keep` says so."""
     result, seconds = _timed_diagonal(run, prepared, column)
     if run.keep and column in COLUMNS:
         result.save(run.folder.file(prepared.name, f"{column.key}.safetensors"))
@@ -60,7 +60,7 @@ def parameter_groups(module: nn.Module) -> dict[str, list[str]]:
 
 
 @torch.no_grad()
-def describe(run: Run, prepared: Prepared) -> dict[str, Any]:
+def describe(run: PaperRun, prepared: Prepared) -> dict[str, Any]:
     """How confident and how accurate the network is: a wrong order of classes would show."""
     kept = run.folder.numbers(prepared.name, "facts")
     if kept is not None:
@@ -81,7 +81,7 @@ def describe(run: Run, prepared: Prepared) -> dict[str, Any]:
     return run.folder.keep(prepared.name, "facts", "facts", facts)
 
 
-def _timed_diagonal(run: Run, prepared: Prepared, column: Column) -> tuple[DiagonalFisher, float]:
+def _timed_diagonal(run: PaperRun, prepared: Prepared, column: Column) -> tuple[DiagonalFisher, float]:
     """The diagonal, and its seconds (since the run was last resumed)."""
     with run.progress(f"{prepared.name}: {column.text}, per {column.per}", prepared.data) as progress:
         start = time.perf_counter()
@@ -103,7 +103,7 @@ def _timed_diagonal(run: Run, prepared: Prepared, column: Column) -> tuple[Diago
 
 
 def _keep_numbers(
-    run: Run, prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
+    run: PaperRun, prepared: Prepared, column: Column, result: DiagonalFisher, exact: DiagonalFisher, seconds: float
 ) -> dict[str, Any]:
     """Write the numbers of a column: errors of sums over the samples with the paper's ε, cost, versions."""
     p, errors = result.provenance, {}

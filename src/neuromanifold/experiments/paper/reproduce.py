@@ -10,7 +10,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.experiments.paper.columns import COLUMNS
 from neuromanifold.experiments.paper.figures import draw_histograms, draw_passes
 from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
-from neuromanifold.experiments.paper.run import Run
+from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.sources import Prepared, Source, check_sources, prepare
 from neuromanifold.experiments.paper.speed import measure_speed
 from neuromanifold.experiments.paper.table import write_tables
@@ -20,8 +20,8 @@ from neuromanifold.results.files import byte_size
 _BYTES = 8  # of a diagonal for each parameter: value and standard error
 
 
-def reproduce(run: Run, tasks: Sequence[PaperTask], sources: Mapping[str, Source]) -> str:
-    """Run the unfinished steps of the tasks, and return the table of everything in the folder.
+def reproduce(run: PaperRun, tasks: Sequence[PaperTask], sources: Mapping[str, Source]) -> str:
+    """PaperRun the unfinished steps of the tasks, and return the table of everything in the folder.
 
     `sources` has for a task the model and data to use instead of those on the hub.
     """
@@ -40,7 +40,7 @@ def reproduce(run: Run, tasks: Sequence[PaperTask], sources: Mapping[str, Source
     return text
 
 
-def _measure_all(run: Run, prepared: Prepared) -> None:
+def _measure_all(run: PaperRun, prepared: Prepared) -> None:
     task, columns = prepared.name, wanted_columns(prepared, run.most_probes)
     pending = [column for column in columns if run.folder.numbers(task, column.key) is None]
     if len(pending) < len(columns):
@@ -56,7 +56,7 @@ def _measure_all(run: Run, prepared: Prepared) -> None:
         run.log(f"{task}: {column.text} per {column.per}, {numbers['passes']:g} passes per batch: RelMAE {errors}")
 
 
-def _draw(run: Run, prepared: Prepared) -> None:
+def _draw(run: PaperRun, prepared: Prepared) -> None:
     """Plot if matplotlib is installed; a rerun with it makes only the plots."""
     if find_spec("matplotlib") is None:
         advice = "pip install 'neuromanifold[plots]', then run again."
@@ -67,7 +67,7 @@ def _draw(run: Run, prepared: Prepared) -> None:
     draw_passes(run.folder, prepared)
 
 
-def _log_facts(run: Run, prepared: Prepared) -> None:
+def _log_facts(run: PaperRun, prepared: Prepared) -> None:
     facts = describe(run, prepared)
     said = [prepared.model.about, prepared.data.about, f"C = {prepared.classes}"]
     said.append(f"mean largest probability {facts['mean_largest_probability']:.3f}")
@@ -75,7 +75,7 @@ def _log_facts(run: Run, prepared: Prepared) -> None:
     run.log(f"{prepared.name}: {'; '.join(said)}")
 
 
-def _check_space(run: Run, prepared: Prepared) -> None:
+def _check_space(run: PaperRun, prepared: Prepared) -> None:
     """Refuse before a run of hours if the disk has no room for the diagonals and a checkpoint that is replaced."""
     done = sum(run.folder.file(prepared.name, f"{column.key}.safetensors").exists() for column in COLUMNS)
     files = 3 + (len(COLUMNS) - done if run.keep else 0)

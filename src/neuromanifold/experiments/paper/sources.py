@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from neuromanifold.diagnostics.memory import free
-from neuromanifold.experiments.paper.folder import Settings
-from neuromanifold.experiments.paper.run import Run
+from neuromanifold.experiments.paper.folder import PaperSettings
+from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.tasks import PaperTask
 from neuromanifold.hf import (
     LabelError,
@@ -95,7 +95,7 @@ def check_sources(task: PaperTask, source: Source) -> None:
         check_model_source(model)
 
 
-def prepare(run: Run, task: PaperTask, source: Source) -> Prepared:
+def prepare(run: PaperRun, task: PaperTask, source: Source) -> Prepared:
     """Load the model, choose the rows, and enter both into the folder."""
     folder, settings = run.folder, run.folder.settings
     with _hints(task, source):
@@ -129,7 +129,7 @@ def _hints(task: PaperTask, source: Source) -> Iterator[None]:
         raise LoadError(f"Task {task.name}: {error}{hint}") from error
 
 
-def _load_model(task: PaperTask, source: Source, settings: Settings) -> LoadedModel:
+def _load_model(task: PaperTask, source: Source, settings: PaperSettings) -> LoadedModel:
     loaded = load_model(
         source.model or task.model,
         task=task.kind,
@@ -144,7 +144,9 @@ def _load_model(task: PaperTask, source: Source, settings: Settings) -> LoadedMo
     return loaded
 
 
-def _load_data(task: PaperTask, source: Source, settings: Settings, model: LoadedModel, labels: bool) -> LoadedData:
+def _load_data(
+    task: PaperTask, source: Source, settings: PaperSettings, model: LoadedModel, labels: bool
+) -> LoadedData:
     """All rows in a random order."""
     where = source.data or task.data
     places = getattr(model.config, "max_position_embeddings", None) if task.kind is Task.TEXT else None
@@ -182,7 +184,7 @@ def _columns(task: PaperTask, source: Source) -> dict[str, str] | None:
     return unusual or None
 
 
-def _rows(run: Run, task: PaperTask, model: LoadedModel, data: LoadedData) -> tuple[list[int], bool, int]:
+def _rows(run: PaperRun, task: PaperTask, model: LoadedModel, data: LoadedData) -> tuple[list[int], bool, int]:
     """The first rows with a usable label; all rows, and False, where most have none.  And how many were left out."""
     kept, settings = run.folder.numbers(task.name, "rows"), run.folder.settings
     if kept is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column
 from neuromanifold.experiments.paper.folder import Folder
-from neuromanifold.experiments.paper.run import ROUNDS
+from neuromanifold.experiments.paper.run import TIMING_ROUNDS
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.problem.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
@@ -34,10 +34,8 @@ LEFT_OUT, TIMED = 1, 2  # batches at the beginning of a run, and those that coun
 _LEFT_OUT_ON_GPU, _TIMED_ON_GPU = 9, 4
 _FEW = 8  # passes: what takes more is timed once
 
-Batch = dict[str, Tensor]
 
-
-def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure_speed(prepared: Prepared, folder: Folder, rounds: int = TIMING_ROUNDS) -> dict[str, Any]:
     """Time every column; the result is kept in speed.json and read from there the next time."""
     kept = folder.numbers(prepared.name, "speed")
     if kept is not None:
@@ -74,7 +72,7 @@ def _device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, processor time"
 
 
-def _ready(batch: Batch, device: torch.device) -> Batch:
+def _ready(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A batch on the device, with labels: zeros where the data have none, since only the time is of interest."""
     samples = len(next(iter(batch.values())))
     labels = batch.get("labels", torch.zeros(samples, dtype=torch.int64))
@@ -82,13 +80,13 @@ def _ready(batch: Batch, device: torch.device) -> Batch:
 
 
 def _seconds(
-    prepared: Prepared, column: Column, batches: list[Batch], device: torch.device, left_out: int
+    prepared: Prepared, column: Column, batches: list[dict[str, Tensor]], device: torch.device, left_out: int
 ) -> list[float]:
     """The seconds of each batch but the first `left_out`."""
     moments: list[float] = []
     clock = time.process_time if device.type == "cpu" else time.perf_counter
 
-    def noted() -> Iterator[Batch]:
+    def noted() -> Iterator[dict[str, Tensor]]:
         for batch in [*batches, None]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
