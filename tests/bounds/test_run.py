@@ -309,7 +309,7 @@ def test_norms_that_cannot_be_estimated_leave_the_rest(monkeypatch: pytest.Monke
     assert "not computed: `model` must be differentiable in forward mode" in str(result)
     with pytest.raises(ValueError, match="forward mode"):
         nm.fisher_bounds(model, data, actual="estimate")
-    with pytest.raises(TypeError, match="`data` must be a list, a DataLoader or .*several times"):
+    with pytest.raises(TypeError, match=r"`data` must be a list, a DataLoader or .*several times"):
         nm.fisher_bounds(model, iter(data), actual="estimate")
 
 

@@ -386,7 +386,7 @@ class Shrinking:
 def test_data_that_change_are_noticed() -> None:
     metric = nm.fisher_operator(MODEL, Shrinking())
     metric @ block(67)
-    with pytest.raises(ValueError, match="the same batches in each pass, got 1 batches after 2.*shuffle=False"):
+    with pytest.raises(ValueError, match=r"the same batches in each pass, got 1 batches after 2.*shuffle=False"):
         metric @ block(67)
 
 

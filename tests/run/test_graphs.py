@@ -1,4 +1,4 @@
-"""When batches are captured, replayed, compared and run eagerly; CUDA graphs themselves are in benchmarks/gpu_checks.py."""
+"""When batches are captured, replayed, compared and run eagerly; on a GPU: benchmarks/gpu_checks.py."""
 
 import itertools
 from collections.abc import Callable

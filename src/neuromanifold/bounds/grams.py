@@ -45,7 +45,8 @@ class ClassGradients:
     """Per-sample gradients of all classes through one forward pass, a group of parameters at a time."""
 
     def __init__(self, backward: PerSampleBackward, vectorizes: bool = True) -> None:
-        self._backward, self.vectorizes, self.passes = backward, vectorizes, 0
+        """`vectorizes`: whether the cotangents of several classes may go back in one pass."""
+        self._backward, self._vectorizes, self.passes = backward, vectorizes, 0
         layouts = backward.plan.layouts
         self._sizes = [
             (set(use.parameters.values()), _bytes(use, layouts[use.key].shared)) for use in backward.uses.found
@@ -72,18 +73,13 @@ class ClassGradients:
         classes = logits.shape[-1]
         for group in self._groups(classes, self.ordinary // 2 if budget is None else budget):
             kept = [_ClassForms() for _ in range(classes)]
-            at_once = self._backward.how_many_at_once(logits, classes) if logits.dtype.itemsize >= 4 else 1
-            start = 0
-            while start < classes:
-                some = range(start, min(start + (at_once if self.vectorizes else 1), classes))
+            several = self._vectorizes and logits.dtype.itemsize >= 4
+            at_once = self._backward.how_many_at_once(logits, classes) if several else 1
+            for start in range(0, classes, at_once):
+                some = range(start, min(start + at_once, classes))
                 cotangents = [cotangent(c) * scale for c in some]
-                if self._backward.to_uses(
-                    logits, cotangents, kept[some.start : some.stop], [Pass()] * len(some), group
-                ):
-                    start = some.stop
-                    self.passes += len(some)
-                else:
-                    self.vectorizes = False
+                self._backward.to_uses(logits, cotangents, kept[some.start : some.stop], [Pass()] * len(some), group)
+                self.passes += len(some)
             for i in sorted({i for one in kept for i in one.forms}):
                 yield i, stack([one.forms.pop(i, None) for one in kept])
 
@@ -107,7 +103,7 @@ class ClassGradients:
         }
 
     def _groups(self, classes: int, budget: int) -> list[set[int]]:
-        """Parameters whose gradients of all classes fit into the budget together; uses of one parameter stay together."""
+        """Return sets of parameters whose gradients of all classes fit into the budget; uses of one stay together."""
         groups: list[set[int]] = []
         filled = 0
         for parameters, size in _connected(self._sizes):

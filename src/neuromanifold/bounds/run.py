@@ -160,7 +160,7 @@ class _Work:
             problem.validation(),
         )
         self._generator = torch.Generator(problem.device)
-        self._passes, self._vectorizes = 0, True  # of Gram matrices and norms
+        self._passes = 0  # of Gram matrices and norms
 
     def run(self, progress: bool) -> None:
         """Go through the data once."""
@@ -181,7 +181,7 @@ class _Work:
         outputs, budget = self._method.forward(batch), self.max_bytes
         if not batch.number:
             self.problem.inspect(batch, outputs)
-        logits, gradients = outputs.logits.detach(), self._class_gradients()
+        logits, gradients = outputs.logits.detach(), self._class_gradients(outputs.logits)
         room = gradients.ordinary if budget is None else budget
         samples = max(1, len(logits) * room // max(1, logits.shape[-1] * gradients.outputs))
         if samples < len(logits) and self.problem.batch_dim == 0:
@@ -194,9 +194,10 @@ class _Work:
             outputs = self._method.forward(batch)
         self._add(outputs, budget)
 
-    def _class_gradients(self) -> ClassGradients:
+    def _class_gradients(self, logits: Tensor) -> ClassGradients:
         assert self._method.backward is not None
-        return ClassGradients(self._method.backward, self._vectorizes)
+        vectorizes = bool(len(logits)) and self._method.engine.vectorizes(self._method.backward, logits)
+        return ClassGradients(self._method.backward, vectorizes)
 
     def _add(self, outputs: Outputs, budget: int | None) -> None:
         """One batch, or a part of one."""
@@ -257,7 +258,7 @@ class _Work:
 
     def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None) -> Tensor:
         """K at one position of every sample."""
-        gradients, backward, places = self._class_gradients(), self._method.backward, logits.shape[1:-1].numel()
+        gradients, backward, places = self._class_gradients(logits), self._method.backward, logits.shape[1:-1].numel()
         assert backward is not None
 
         def cotangent(c: int) -> Tensor:
@@ -276,7 +277,7 @@ class _Work:
                 K[n] += flat.inner()[0].cpu()
                 self.kept.add(i, flat, torch.tensor([0]), chunk)
         self.kept.end_chunk(chunk, logits.shape[-1])
-        self._passes, self._vectorizes = self._passes + gradients.passes, gradients.vectorizes
+        self._passes += gradients.passes
         return K / scale**2
 
     def diagonals(self, made_by: dict[Exact, Provenance]) -> Diagonals:

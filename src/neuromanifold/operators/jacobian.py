@@ -4,8 +4,8 @@ dual parameters (θ, v) ─► logits (z, Jv) ─► u = M Jv ─► Jᵀu throu
 
 Where an operation has no forward mode, J v comes from differentiating w ↦ Jᵀw, which is linear in w, once more (double
 backward).  Fused attention and fused recurrent layers have neither, so their plain forms are used then.  Which of these
-methods works is found out on the first batch, and each is held against ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ for random u and v: a method that
-misses a use of some parameter does not pass.  The same is looked at with the u and v of all batches, at no cost, since
+methods works is found out on the first batch, and it is held against ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ for random u and v: what
+misses a use of a parameter does not pass.  The same is looked at with the u and v of all batches, at no cost, since
 later ones may do what the first did not.
 """
 

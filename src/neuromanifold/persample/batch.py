@@ -24,7 +24,7 @@ class BatchBackward:
         self.scale = HalfPrecisionScale(half or any(parameter.dtype == torch.float16 for parameter in parameters))
 
     def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
-        """Return the gradients of Σ cotangent·logits, None where there is no dependence, and how many times too large."""
+        """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""
 
         def attempt(scaled: Tensor, checked: bool) -> list[Tensor | None] | None:
             gradients = torch.autograd.grad(

@@ -28,7 +28,7 @@ from neuromanifold.kernels import dispatch
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Plan, Uses, discover
-from neuromanifold.persample.verify import Reference, Verification, make_plan
+from neuromanifold.persample.verify import Reference, Verification, make_plan, together_as_alone
 
 _EVERY = 16  # batches between two looks at a flag on a GPU
 
@@ -56,6 +56,7 @@ class PerSampleGradients:
         self.may_synchronize = True
         """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
         self._plans: dict[int, Plan] = {}
+        self._vectorizes: dict[int, bool] = {}
         self._batches = 0
         self._requested = False  # a reference, for the next forward pass
         self._late: Tensor | None = None  # whether gradients have come to a use that could not be verified
@@ -128,6 +129,13 @@ class PerSampleGradients:
         self.verified, self._requested = self.verified + 1, False
         self._plans[uses.signature] = plan
         return self._ready(uses, plan)
+
+    def vectorizes(self, backward: PerSampleBackward, logits: Tensor) -> bool:
+        """Return whether several cotangents may go back in one pass; tried once for each kind of graph."""
+        kind = backward.uses.signature
+        if kind not in self._vectorizes:
+            self._vectorizes[kind] = together_as_alone(backward, logits)
+        return self._vectorizes[kind]
 
     def methods(self, whole: str, single: str = "sample") -> list[str]:
         """Return how each parameter was done: `whole` for those that autograd gave gradients of."""

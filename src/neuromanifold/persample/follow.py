@@ -353,6 +353,7 @@ def _leading(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: 
 @_of("Mm", "Addmm", "Bmm", "Baddbmm")
 def _multiplied(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     """[..., r, k] @ [..., k, c]: rows are the left factor's, columns the right one's, and batches are both's."""
+    del node
     *added, left, right = shapes
     last = len(out) - 1
     sides = [

@@ -50,7 +50,7 @@ _ARGUMENTS = {  # of operations, those that decide where rows go
 class Layout:
     """Where a tensor has the samples: in which dimension, and what is major there if each has several rows.
 
-    `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  How many rows t there are may differ between batches.
+    `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  Batches may differ in the number t of rows.
     """
 
     dim: int = 0
@@ -80,7 +80,7 @@ def stacked(dim: int, size: int, samples: int) -> list[Layout]:
 
 @dataclass(eq=False)
 class BroadcastSite:
-    """Where a tensor is broadcast over the batch: a node, which of its inputs, and the path from there to the tensor."""
+    """Where a tensor is broadcast over the batch: a node, which of its inputs, and the path to the tensor."""
 
     node: Node
     input: int
@@ -202,7 +202,7 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     numbers, since sequences of other lengths need no other treatment, but by which of them are equal to each other, to
     1, and to (a multiple of) the number of samples.
     """
-    numbers: dict[Node, int] = {}
+    numbers = {node: number for number, node in enumerate(used_by)}
     sizes: dict[int, int] = {}
     known: dict[int, tuple[int, bool, bool]] = {}
     parts: list[object] = []
@@ -212,8 +212,6 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
             known[size] = (sizes.setdefault(size, len(sizes)), size == samples, bool(samples) and size % samples == 0)
         return known[size]
 
-    for number, node in enumerate(used_by):
-        numbers[node] = number
     for node in used_by:
         name: str = node.name()
         metadata = node._input_metadata

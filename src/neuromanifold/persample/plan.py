@@ -1,4 +1,4 @@
-"""Discover the uses of parameters in a forward pass, and decide how each is read: an immutable plan for a kind of graph.
+"""Discover the uses of parameters in a forward pass, and decide how each is read: an immutable plan.
 
 captures + graph ─► discover ─► uses, each with candidate layouts ─► verify (verify.py) ─► Plan
 
@@ -184,7 +184,7 @@ def _layouts(
 
 
 def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layout]]:
-    """Return each use's candidates, those first that the graph points to, and those that were followed to the logits."""
+    """Return each use's candidates, those first that the graph points to; and the ones followed to the logits."""
     candidates, sure = {}, {}
     places = uses.followed()
     for use in uses.found:

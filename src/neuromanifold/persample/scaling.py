@@ -1,4 +1,4 @@
-"""Scale cotangents where float16 is involved: gradients below 6e-8 would vanish there, and those above 65,504 overflow."""
+"""Scale cotangents where float16 is involved: gradients below 6e-8 would vanish there, those above 65,504 overflow."""
 
 from __future__ import annotations
 

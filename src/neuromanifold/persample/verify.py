@@ -111,6 +111,26 @@ class Verification:
         """Parameters whose per-sample gradients are not autograd's."""
 
 
+def together_as_alone(backward: PerSampleBackward, logits: Tensor) -> bool:
+    """Return whether cotangents that go back in one vectorised pass have the gradients that they have alone.
+
+    They do not where an operation cannot be vectorised, or works in place on gradients that are shared.
+    """
+    weights, cotangent = _sample_weights(logits), _cotangent(logits)
+    alone, *together = (_WeightedSums(weights, backward.parameters) for _ in range(3))
+    seen = _Observations(logits)
+    backward(logits, cotangent.clone(), alone, Pass(), keep_graph=True, observer=seen)
+    alone.end_pass()
+    if not backward.to_uses(logits, [cotangent, 2 * cotangent], together, [Pass(), Pass(scale=2.0)]):
+        return False
+    for factor, sums in enumerate(together, 1):
+        if sums.misshapen or sums.totals.keys() != alone.totals.keys():
+            return False
+        if not all(seen.agree(i, total / factor, alone.totals[i]) for i, total in sums.totals.items()):
+            return False
+    return True
+
+
 class _Observations:
     """What is captured: how large gradients are, in which precision, and which rules refuse.
 

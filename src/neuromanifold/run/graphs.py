@@ -5,7 +5,7 @@
     batch 2         captured as two CUDA graphs, forward and backward, then replayed
     batches 3, ...  copied into the captured batch's memory and replayed, if they have the same shapes
 
-A captured graph knows nothing of Python: a model that counts its calls, or reads the clock, would be replayed as it was.
+A captured graph knows nothing of Python: a model that counts its calls or reads the clock would be replayed as it was.
 So replayed logits are compared with the model's own in replays number 1, 2, 4, 8, ... and in the last one; and batches
 whose per-sample gradients have to be verified run eagerly.  What cannot be captured (values that are read back, other
 shapes, hooks of the user's) runs eagerly, too.
@@ -83,7 +83,7 @@ class GraphRecorder:
 
     @contextmanager
     def reported_as(self, capturing: bool) -> Iterator[None]:
-        """Set what `torch.cuda.is_current_stream_capturing` returns: models that ask may leave something out, or do more.
+        """Set what `torch.cuda.is_current_stream_capturing` returns: models that ask may do more, or less.
 
         Models ask this function itself, so that there is no argument that would do.
         """

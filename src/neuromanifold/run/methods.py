@@ -67,7 +67,7 @@ class Method(ABC):
         """Do what has to be done to the model, for as long as it lasts."""
         return nullcontext()
 
-    def end_batch(self) -> None:
+    def end_batch(self) -> None:  # noqa: B027 (nothing to do for most)
         """Let go of the batch."""
 
     def verify_late(self, batch: Batch) -> None:
@@ -130,7 +130,6 @@ class PerSample(Method):
         self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
         self._positions_apart = isinstance(estimator, Exact)
         self._mixes = estimator.centred and granularity == "auto"
-        self._vectorizes = True  # as far as is known, several cotangents can be sent back in one pass
         self.backward: PerSampleBackward | None = None
         """Through the last forward pass."""
         self._warned: set[int] = set()
@@ -177,19 +176,16 @@ class PerSample(Method):
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
         apart = self._scale.is_needed(logits) or (self._positions_apart and logits.ndim > 2)
-        apart = apart or not self._vectorizes or bool(backward.uses.remaining)
+        apart = apart or bool(backward.uses.remaining)
         while group := list(islice(cotangents, 1)):
             at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
-            group.extend(islice(cotangents, at_once - 1))
-            if len(group) > 1 and self._vectorizes:
+            if at_once > 1 and self.engine.vectorizes(backward, logits):
+                group.extend(islice(cotangents, at_once - 1))
                 made_by = [self._pass(one, 1.0, more=True) for one in group]
-                values = [one.values for one in group]
-                self._vectorizes = backward.to_uses(logits, values, [sums] * len(group), made_by)
-                if self._vectorizes:
-                    self.passes += len(group)
-                    continue
-            for one in group:
-                self._add_one(outputs, one, sums, backward)
+                backward.to_uses(logits, [one.values for one in group], [sums] * len(group), made_by)
+                self.passes += len(group)
+            else:
+                self._add_one(outputs, group[0], sums, backward)
 
     @override
     def end_batch(self) -> None:
@@ -211,14 +207,13 @@ class PerSample(Method):
 
     @override
     def state(self) -> dict[str, Any]:
-        found = {"engine": self.engine.state(), "exponent": self._scale.exponent, "vectorizes": self._vectorizes}
-        return super().state() | found
+        return super().state() | {"engine": self.engine.state(), "exponent": self._scale.exponent}
 
     @override
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self.engine.set_state(state["engine"])
-        self._scale.exponent, self._vectorizes = state["exponent"], state["vectorizes"]
+        self._scale.exponent = state["exponent"]
 
     def _add_one(self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward) -> None:
         """One pass; for fixed columns one for each position, and for each sample where there are no rules."""

@@ -100,6 +100,8 @@ class DiagonalSums:
             self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
             return
         if made_by.more and isinstance(form, Product) and form.single:
+            if i in self._products and not self._products[i].goes_on_with(form):
+                self._add_product(i, self._products.pop(i))  # x @ w has the cotangent on the right
             if i not in self._products:
                 self._products[i] = SquaredProduct.of(form, _precise(self._parameters[i]))
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
@@ -219,8 +221,11 @@ class DiagonalSums:
         """Square what has waited."""
         products, self._products = self._products, {}
         for i, product in products.items():
-            self.add_samples(i, product, Pass(sample_noise=1.0))
+            self._add_product(i, product)
         self._small.flush()
+
+    def _add_product(self, i: int, product: SquaredProduct) -> None:
+        self.add_samples(i, product, Pass(sample_noise=1.0))
 
     @property
     def squares(self) -> list[Tensor]:

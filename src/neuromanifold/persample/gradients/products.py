@@ -125,6 +125,10 @@ class SquaredProduct(Form):
     def __post_init__(self) -> None:
         self.samples = self.right.shape[0]
 
+    def goes_on_with(self, product: Product) -> bool:
+        """Return whether the product of another cotangent has the same right factor, in the same memory."""
+        return self.right.data_ptr() == product.right.data_ptr() and self.right.shape == product.right[:, 0].shape
+
     def add_cotangents(self, left: Tensor, scale: float, weight: float) -> None:
         """Take the factors [..., n, o] of one or several cotangents; overwrites nothing."""
         if not self.unit_is_known:
@@ -154,7 +158,7 @@ class SquaredProduct(Form):
         raise NotImplementedError
 
     def magnitude(self) -> Tensor:
-        """As of the product."""
+        """Return the root mean square of the left factors times that of the right one."""
         return self.squares.mean().sqrt() * self.unit * root_mean_square(self.right)
 
     def add_squares(self, to: Accumulators) -> None:
