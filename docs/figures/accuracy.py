@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuromanifold.core.checks import message
-from neuromanifold.experiments.error_cost import COST_LABELS, Cost, ErrorCost, Point, draw_error_cost
+from neuromanifold.experiments.error_cost import COST_LABELS, CostAxis, ErrorCost, EstimatorPoint, draw_error_cost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Group = Literal["rest", "embeddings", "all"]
 
 
-def error_cost(path: str | Path, cost: Cost = "passes", group: Group = "rest") -> ErrorCost:
+def error_cost(path: str | Path, cost: CostAxis = "passes", group: Group = "rest") -> ErrorCost:
     """Read one network's results; errors are those of a group of parameters, by default all but embeddings."""
     if cost not in COST_LABELS:
         raise ValueError(message("cost", "'passes' or 'time'", repr(cost)))
@@ -35,7 +35,7 @@ def error_cost(path: str | Path, cost: Cost = "passes", group: Group = "rest") -
     return ErrorCost(result["task"], classes, samples, size, points, curve)
 
 
-def all_error_costs(folder: str | Path, cost: Cost = "passes", group: Group = "rest") -> list[ErrorCost]:
+def all_error_costs(folder: str | Path, cost: CostAxis = "passes", group: Group = "rest") -> list[ErrorCost]:
     """All networks of a folder that have the group, by the number of their classes."""
     paths = sorted(Path(folder).glob("accuracy-*.json"))
     if not paths:
@@ -45,7 +45,7 @@ def all_error_costs(folder: str | Path, cost: Cost = "passes", group: Group = "r
     return sorted((error_cost(path, cost, group) for path in have), key=lambda one: (one.classes, one.task))
 
 
-def plot_error_cost(networks: Sequence[ErrorCost], cost: Cost = "passes", columns: int = 3) -> Figure:
+def plot_error_cost(networks: Sequence[ErrorCost], cost: CostAxis = "passes", columns: int = 3) -> Figure:
     """Draw a panel for each network, and one legend."""
     from matplotlib.figure import Figure
 
@@ -56,7 +56,9 @@ def plot_error_cost(networks: Sequence[ErrorCost], cost: Cost = "passes", column
     return figure
 
 
-def draw_error_costs(figure: Figure, networks: Sequence[ErrorCost], cost: Cost = "passes", columns: int = 3) -> None:
+def draw_error_costs(
+    figure: Figure, networks: Sequence[ErrorCost], cost: CostAxis = "passes", columns: int = 3
+) -> None:
     """Draw the panels of `plot_error_cost` on a figure that exists."""
     columns = max(1, min(columns, len(networks)))
     panels = figure.subplots(max(1, -(-len(networks) // columns)), columns, squeeze=False, sharey=True).ravel()
@@ -73,8 +75,8 @@ def draw_error_costs(figure: Figure, networks: Sequence[ErrorCost], cost: Cost =
     )
 
 
-def _point(row: dict[str, Any], cost: Cost, group: Group) -> Point:
-    return Point(
+def _point(row: dict[str, Any], cost: CostAxis, group: Group) -> EstimatorPoint:
+    return EstimatorPoint(
         name=row["estimator"],
         per_sample=row["granularity"] == "sample",
         unbiased=row["target"] in ("unbiased", "exact"),

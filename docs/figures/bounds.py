@@ -1,4 +1,4 @@
-"""How tight the bounds of section 3 are along a training: the data of the picture first, then the picture."""
+"""How tight the bounds of section 3 are along a training: the data of the plot first, then the plot."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def draw_traces(axes: Axes, moments: Sequence[Moment]) -> None:
     axes.axhline(1.0, color="0.6", linewidth=1)
     for label, (colour, style, y) in lines.items():
         axes.plot(x, y, style, color=colour, marker=".", label=label)
-    _finish(axes, "bound over tr F")
+    _style_axes(axes, "bound over tr F")
 
 
 def draw_errors(axes: Axes, moments: Sequence[Moment]) -> None:
@@ -83,10 +83,10 @@ def draw_errors(axes: Axes, moments: Sequence[Moment]) -> None:
         axes.plot(x, [row[1] for row in rows], "-", color=colour, marker=".", label=label)
         axes.plot(x, [row[2] for row in rows], ":", color=colour)
     axes.plot([], [], ":", color="0.3", label="the paper's bound of it")
-    _finish(axes, "error over tr F")
+    _style_axes(axes, "error over tr F")
 
 
-def _finish(axes: Axes, label: str) -> None:
+def _style_axes(axes: Axes, label: str) -> None:
     axes.set_yscale("log")
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlabel("epochs")

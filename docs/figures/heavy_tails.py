@@ -1,4 +1,4 @@
-"""Section 4.1 of the paper in numbers and pictures: which estimates can scatter without bound, and which cannot.
+"""Section 4.1 of the paper in numbers and plots: which estimates can scatter without bound, and which cannot.
 
 The single neuron z = θx + b for two labels, p = σ(z), at θ = 0: its metric for θ is F = Σ_x p(1-p) x².  Three different
 things can be random, and each has a coefficient of variation (CV) of its own:
@@ -43,10 +43,10 @@ class LabelNoise:
 
     samples: int  # m
     probability: Tensor  # p, the probability of y = 1, for every sample
-    labels_cv: Tensor  # Monte Carlo: one label drawn for each sample, the batch squared as a whole
-    labels_cv_by_sample: Tensor  # the same, each sample squared on its own
-    probe_cv: Tensor  # Hutchinson, the batch squared as a whole
-    probe_cv_by_sample: Tensor  # the same, each sample squared on its own: one output, so that nothing is random
+    labels_cv: Tensor  # Monte Carlo: one label drawn for each sample, squared per batch
+    labels_cv_per_sample: Tensor  # the same, squared per sample
+    probe_cv: Tensor  # Hutchinson, squared per batch
+    probe_cv_per_sample: Tensor  # the same, squared per sample: one output, so that nothing is random
 
 
 def data_cv(degrees: Tensor, samples: int) -> Tensor:
@@ -99,9 +99,9 @@ def label_noise(samples: int = 64, points: int = 25, seed: int = 0) -> LabelNois
         samples=samples,
         probability=p,
         labels_cv=monte_carlo_variance(core, jacobian).sqrt() / fisher,
-        labels_cv_by_sample=monte_carlo_variance(core, jacobian, "sample").sqrt() / fisher,
+        labels_cv_per_sample=monte_carlo_variance(core, jacobian, "sample").sqrt() / fisher,
         probe_cv=hutchinson_variance(core, jacobian).sqrt() / fisher,
-        probe_cv_by_sample=hutchinson_variance(core, jacobian, granularity="sample").sqrt() / fisher,
+        probe_cv_per_sample=hutchinson_variance(core, jacobian, granularity="sample").sqrt() / fisher,
     )
 
 
@@ -125,21 +125,21 @@ def draw_heavy_tails(axes: Axes, tails: HeavyTails) -> None:
     axes.plot(x, tails.probe_cv_simulated, color="C0", marker=".", linestyle="none", label="new probe, simulated")
     axes.set_xlabel("$\\nu - 4$, degrees of freedom above 4")
     axes.invert_xaxis()
-    _finish(axes, f"$m = {tails.samples}$ samples $x\\sim t(\\nu)$, $p = 1/2$")
+    _style_axes(axes, f"$m = {tails.samples}$ samples $x\\sim t(\\nu)$, $p = 1/2$")
 
 
 def draw_label_noise(axes: Axes, labels: LabelNoise) -> None:
     """Appendix A at the parameter: the CV over drawn labels as one becomes rare, and that of the probe."""
     x = labels.probability
-    axes.plot(x, labels.labels_cv, color="C1", label="drawn labels, batch")
-    axes.plot(x, labels.labels_cv_by_sample, color="C1", linestyle="--", label="drawn labels, sample by sample")
-    axes.plot(x, labels.probe_cv, color="C0", label="Hutchinson, batch")
+    axes.plot(x, labels.labels_cv, color="C1", label="drawn labels, per batch")
+    axes.plot(x, labels.labels_cv_per_sample, color="C1", linestyle="--", label="drawn labels, per sample")
+    axes.plot(x, labels.probe_cv, color="C0", label="Hutchinson, per batch")
     axes.set_xlabel("$p$, probability of the rarer label")
     axes.invert_xaxis()
-    _finish(axes, f"given data, $m = {labels.samples}$ samples $x\\sim N(0, 1)$")
+    _style_axes(axes, f"given data, $m = {labels.samples}$ samples $x\\sim N(0, 1)$")
 
 
-def _finish(axes: Axes, title: str) -> None:
+def _style_axes(axes: Axes, title: str) -> None:
     axes.axhline(CV_BOUND, color="0.6", linestyle=":", label="$\\sqrt{2}$")
     axes.set_xscale("log")
     axes.set_yscale("log")

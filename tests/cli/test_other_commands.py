@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neuromanifold.cli.app import app
-from neuromanifold.cli.estimators import parse_estimator
+from neuromanifold.cli.parsing import parse_estimator
 from neuromanifold.estimators import Exact, Hutchinson, Lower, MonteCarlo
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
 
@@ -42,10 +42,11 @@ def test_the_batch_size_is_found(folder: Folder, tmp_path: Path) -> None:
     assert "a number with --checkpoint or --shard" in bad("estimate", *common, "-o", out, "--shard", "0/2")
 
 
-def test_a_function_says_its_batch_size_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", ["auto", "1", "7"])
+def test_a_function_chooses_its_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     own_module(tmp_path, monkeypatch)
-    said = bad("forecast", "-m", "my_own:model", "-d", "my_own:batches", "-b", "auto")
-    assert "the function says how large they are" in said
+    said = bad("forecast", "-m", "my_own:model", "-d", "my_own:batches", "-b", size)
+    assert f"left out where --data is a function, got {size}. The function returns whole batches." in said
 
 
 @pytest.mark.filterwarnings("default")
@@ -82,7 +83,7 @@ def test_every_command_has_help(command: str) -> None:
 def test_the_help_lists_every_command() -> None:
     said = good("--help")
     assert all(command in said for command in COMMANDS)
-    assert {command.callback.__name__.replace("_", "-") for command in app.registered_commands} >= set(COMMANDS)  # type: ignore[union-attr]
+    assert {command.name for command in app.registered_commands} >= set(COMMANDS)
 
 
 def test_missing_options_are_named() -> None:
@@ -121,7 +122,7 @@ def test_errors_of_ours_keep_their_traceback_if_asked(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("neuromanifold.cli.estimate.fisher_diagonal", fails)
+    monkeypatch.setattr("neuromanifold.cli.commands.estimate.fisher_diagonal", fails)
     path, _ = write_data("text", tmp_path)
     said = bad("estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "fim.safetensors")
     assert "smaller --batch-size" in said

@@ -1,4 +1,4 @@
-"""`neuromanifold report` as a user meets it."""
+"""`neuromanifold report` as a user sees it."""
 
 import subprocess
 import sys

@@ -60,7 +60,7 @@ def finished(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def test_the_curve_can_end_early_and_go_on_later(folder: Folder, tmp_path: Path) -> None:
+def test_the_curve_can_end_early_and_be_continued_later(folder: Folder, tmp_path: Path) -> None:
     data, options = write_data("text", tmp_path, 4)
     out = tmp_path / "out"
     command = ["reproduce", "dbpedia", "-m", folder("headless"), "-d", data, *options, *SIZES, "-o", out, "--rounds", 0]
@@ -166,7 +166,7 @@ def test_tables_hold_the_numbers_and_the_papers(finished: Any) -> None:
         assert float(row["rank_correlation"]) <= 1 + 1e-9
         seconds = done.numbers("speed")["seconds"]
         assert float(row["speed"]) == pytest.approx(seconds["squared_batch_gradient"] / seconds[column.key])
-    upper = next(row for row in rows if row["column"] == "upper_by_batches")
+    upper = next(row for row in rows if row["column"] == "upper_per_batch")
     assert (float(upper["paper_relmae"]), float(upper["paper_speed"])) == (341, 1.07)
     text, latex = ((done.out / f"table.{kind}").read_text() for kind in ("txt", "tex"))
     assert "341 ×1.07" in text
@@ -205,7 +205,7 @@ def test_other_settings_in_the_same_folder_are_refused(finished: Any, tmp_path: 
     foreign = {"format": "neuromanifold", "version": 1, "kind": "trace"}
     (tmp_path / "mine" / "settings.json").write_text(json.dumps(foreign))
     assert "another settings.json" in bad(*done.command[:-1], tmp_path / "mine")
-    assert "`out` must be a folder" in bad(*done.command[:-1], done.data)
+    assert "is a file; name a folder to write to" in bad(*done.command[:-1], done.data)
 
 
 def test_weights_that_have_changed_are_noticed(finished: Any, folder: Folder) -> None:
@@ -222,7 +222,7 @@ def test_weights_that_have_changed_are_noticed(finished: Any, folder: Folder) ->
             path.write_bytes(contents)
 
 
-def test_a_run_that_is_killed_goes_on(finished: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_resumes(finished: Any, tmp_path: Path) -> None:
     done, out = finished("image"), tmp_path / "out"
     command = [out if part == done.out else part for part in done.command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -241,7 +241,7 @@ def test_a_run_that_is_killed_goes_on(finished: Any, tmp_path: Path) -> None:
     assert not (out / "resnet50" / "deflated.json").exists()
     code, said = start_and_send(signal.SIGINT, "empirical.json")
     assert code == 130, said
-    assert "the same command goes on from there" in said
+    assert "the same command resumes there" in said
     assert not (out / "resnet50" / "probes_99.json").exists()
     before = (out / "resnet50" / "exact.json").stat().st_mtime_ns
     said = good(*command, "--rounds", 0)
@@ -260,12 +260,12 @@ def test_in_batches_of_one_batches_are_samples(folder: Folder, tmp_path: Path) -
     path, _ = write_data("text", tmp_path, 4)
     out, sizes = tmp_path / "out", ["-n", 3, "-b", 1, "--device", "cpu", "--rounds", 0, "--dtype", "float64"]
     good("reproduce", "sst2", "-m", folder("text"), "-d", path, *sizes, "-o", out)
-    pairs = (("squared_batch_gradient", "empirical"), ("lower_by_batches", "exact"))  # of two classes, one eigenvalue
+    pairs = (("squared_batch_gradient", "empirical"), ("lower_per_batch", "exact"))  # of two classes, one eigenvalue
     found = {key: nm.load(out / "sst2" / f"{key}.safetensors") for pair in pairs for key in pair}
     for a, b in pairs:
         for name, value in found[a].sums.items():  # type: ignore[union-attr]
             torch.testing.assert_close(value, found[b].sums[name], rtol=1e-6, atol=1e-12)  # type: ignore[union-attr]
-    upper = json.loads((out / "sst2" / "upper_by_batches.json").read_text())["errors"]["all"]
+    upper = json.loads((out / "sst2" / "upper_per_batch.json").read_text())["errors"]["all"]
     assert upper["mean_ratio"] > 1
 
 
@@ -345,10 +345,16 @@ def test_a_hub_that_is_not_there_is_answered_with_how_to_use_local_copies(tmp_pa
         (["sst2", "-m", "./missing"], "Task sst2: `model` must be a folder that exists"),
         (["sst2", "-m", "."], "Task sst2: `model` must be a folder with config.json and *.safetensors"),
         (["sst2", "-m", "MODEL", "-d", "missing.csv"], "There is no missing.csv"),
-        (["sst2", "-m", "MODEL", "-d", "body.csv"], "got id, body, label. Name it: --columns text=NAME"),
-        (["sst2", "-m", "MODEL", "-d", "nolabel.csv"], "a column for the label"),
-        (["sst2", "-m", "MODEL", "-d", "body.csv", "--columns", "text=review"], "names of columns (id, body, label)"),
-        (["sst2", "-m", "MODEL", "-d", "arrays.npz"], "The model's task is text"),
+        (
+            ["sst2", "-m", "MODEL", "-d", "body.csv"],
+            "No text column found in body.csv (columns: id, body, label). Name it with --columns text=id.",
+        ),
+        (["sst2", "-m", "MODEL", "-d", "nolabel.csv"], "No label column found in nolabel.csv"),
+        (
+            ["sst2", "-m", "MODEL", "-d", "body.csv", "--columns", "text=review"],
+            "No column 'review' found in body.csv (columns: id, body, label).",
+        ),
+        (["sst2", "-m", "MODEL", "-d", "arrays.npz"], "No text column found in arrays.npz"),
         (["sst2", "-m", "my_own:model"], "is a function; here it must be a folder"),
         (["sst2", "-m", "MODEL", "-d", "my_own:batches"], "is a function; here it must be a file"),
         (["sst2", "mnli", "-m", "MODEL"], "`model` must be TASK="),
@@ -378,6 +384,20 @@ def test_a_run_that_could_not_begin_leaves_nothing_behind(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("wrong", ["model", "data"])
+def test_sources_of_all_tasks_are_checked_before_the_first_is_loaded(
+    folder: Folder, tmp_path: Path, wrong: str
+) -> None:
+    path, _ = write_data("text", tmp_path)
+    first = ["-m", f"sst2={folder('text')}", "-d", f"sst2={path}"]
+    second = {"model": folder("text"), "data": path, wrong: tmp_path / "missing.csv"}
+    given = [*first, "-m", f"mnli={second['model']}", "-d", f"mnli={second['data']}"]
+    said = bad("reproduce", "sst2", "mnli", *given, "-o", tmp_path / "out")
+    assert said.startswith("Error: Task mnli: ")
+    assert "There is no" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_too_little_room_is_said_before_the_run(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +407,7 @@ def test_too_little_room_is_said_before_the_run(
     assert "--exact-only" in said
 
 
-def test_without_matplotlib_all_but_the_pictures_is_made(
+def test_without_matplotlib_all_but_the_plots_is_made(
     finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = finished("text")

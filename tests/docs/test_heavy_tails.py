@@ -64,10 +64,10 @@ def test_label_noise() -> None:
     p, x = labels.probability, torch.randn(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     share = (x**4).sum() / (x**2).sum().square()
     rare = share * (1 - 2 * p).square() / (p * (1 - p))
-    torch.testing.assert_close(labels.labels_cv_by_sample, rare.sqrt(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(labels.labels_cv_per_sample, rare.sqrt(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(labels.labels_cv, (2 - 2 * share + rare).sqrt())
     torch.testing.assert_close(labels.probe_cv, (2 - 2 * share).sqrt().expand(12))
-    assert (labels.probe_cv_by_sample == 0).all()
+    assert (labels.probe_cv_per_sample == 0).all()
     assert labels.labels_cv[-1] > 30 * CV_BOUND
     assert math.isclose(labels.labels_cv[0], labels.probe_cv[0])  # at p = ½ the two are the same estimate
 
@@ -84,7 +84,7 @@ def test_the_picture_draws_the_data() -> None:
     assert torch.equal(drawn["new data, formula"], tails.data_cv)
     assert torch.equal(drawn["new data, simulated"], tails.data_cv_simulated)
     assert torch.equal(drawn["new probe, Theorem 11"], tails.probe_cv)
-    assert torch.equal(drawn["drawn labels, batch"], labels.labels_cv)
-    assert torch.equal(drawn["Hutchinson, batch"], labels.probe_cv)
+    assert torch.equal(drawn["drawn labels, per batch"], labels.labels_cv)
+    assert torch.equal(drawn["Hutchinson, per batch"], labels.probe_cv)
     assert len(left.lines) == 5
     assert len(right.lines) == 4

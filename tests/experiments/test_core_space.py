@@ -1,5 +1,6 @@
-"""The data behind the pictures, and that the pictures show it."""
+"""The data behind the plots, and that the plots show it."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,13 +20,14 @@ def test_the_path_leads_from_uniform_to_one_hot() -> None:
 def test_every_statement_holds_along_the_path() -> None:
     path = core_path(classes=7, points=50)
     slack = 1 + 1e-12
-    assert (path.eigenvalue_lower <= path.eigenvalue * slack).all()
-    assert (path.eigenvalue <= path.eigenvalue_upper * slack).all()
-    assert (path.lower_error <= path.lower_error_bound * slack).all()
-    assert (path.lower_error[:, :-1] >= path.lower_error[:, 1:]).all()  # a higher rank is closer
-    assert (path.upper_error >= 1 / 7 - 1e-15).all()
-    assert (path.empirical_simple_bound <= path.empirical_bound + 1e-15).all()
-    assert (path.empirical_bound <= path.empirical_error * slack).all()
+    bounds, errors, worst = path.eigenvalue_bounds, list(path.envelope_errors.values()), path.empirical
+    assert (bounds.lower <= path.eigenvalue * slack).all()
+    assert (path.eigenvalue <= bounds.upper * slack).all()
+    assert all((error.lower <= error.lower_bound * slack).all() for error in errors)
+    assert all((a.lower >= b.lower).all() for a, b in pairwise(errors))  # a higher rank is closer
+    assert (errors[0].upper >= 1 / 7 - 1e-15).all()
+    assert (worst.simple_bound <= worst.bound + 1e-15).all()
+    assert (worst.bound <= worst.actual * slack).all()
 
 
 def test_tightness_is_that_of_the_samples() -> None:
@@ -38,16 +40,16 @@ def test_tightness_is_that_of_the_samples() -> None:
     assert tightness(classes=100, scale=3.0, samples=100) == many
 
 
-def test_the_picture_draws_the_data(tmp_path: Path) -> None:
+def test_the_figure_shows_the_data(tmp_path: Path) -> None:
     path = core_path(classes=5, points=20)
     figure = plot_core_path(path)
     eigenvalue, envelopes, empirical = figure.axes
     drawn = {line.get_label(): torch.as_tensor(line.get_ydata()) for axes in figure.axes for line in axes.lines}
     assert torch.equal(drawn["$\\lambda_C$, exact"], path.eigenvalue)
-    assert torch.equal(drawn["lower, rank 2"], path.lower_error[:, 1])
-    assert torch.equal(drawn["Lemma 4"], path.empirical_bound)
+    assert torch.equal(drawn["lower, rank 2"], path.envelope_errors[2].lower)
+    assert torch.equal(drawn["Lemma 4"], path.empirical.bound)
     assert len(eigenvalue.collections) == 1
-    assert len(envelopes.lines) == 2 + 2 * len(path.ranks)
+    assert len(envelopes.lines) == 2 + 2 * len(path.envelope_errors)
     assert len(empirical.lines) == 4
     for suffix in ("png", "svg", "pdf"):
-        assert save_figure(figure, tmp_path / "new" / f"picture.{suffix}").stat().st_size > 5000
+        assert save_figure(figure, tmp_path / "new" / f"plot.{suffix}").stat().st_size > 5000

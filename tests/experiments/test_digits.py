@@ -18,14 +18,12 @@ def test_the_digits_are_what_the_docstring_says() -> None:
 
 
 def test_training_succeeds_in_a_few_epochs_and_hands_over_training_data() -> None:
-    steps = []
-    trained = train_digits(samples=150, epochs=5, report=lambda *step: steps.append(step))
+    trained = train_digits(samples=150, epochs=5)
     assert trained.test_accuracy > 0.9
     assert trained.training_accuracy > 0.9
     assert trained.parameters == sum(p.numel() for p in trained.model.parameters()) < 10_000
     assert [len(labels) for _, labels in trained.batches] == [64, 64, 22]
     assert all(images.shape[1:] == (1, 8, 8) for images, _ in trained.batches)
-    assert steps == [("training", epoch, 5) for epoch in range(1, 6)]
     assert all(parameter.grad is None for parameter in trained.model.parameters())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.experiments.paper import TASKS, Folder, Settings
+from neuromanifold.experiments.paper import TASKS, Folder, PaperSettings
 from neuromanifold.experiments.paper.columns import BASELINE, COLUMNS, EXACT, OURS, PAPER, curve
 from neuromanifold.experiments.paper.measure import parameter_groups
 from neuromanifold.experiments.paper.sources import Prepared
@@ -41,7 +41,7 @@ def test_columns_are_squared_as_their_name_says() -> None:
     assert len(set(keys)) == len(keys) == 9
     assert [column.per for column in PAPER if column.key != "empirical"] == ["batch"] * 5
     assert [column.per for column in (EXACT, *OURS)] == ["sample"] * 4
-    assert all(("by_batches" in column.key) == (column.per == "batch") for column in COLUMNS if column != BASELINE)
+    assert all(("per_batch" in column.key) == (column.per == "batch") for column in COLUMNS if column != BASELINE)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_first_batches_are_not_timed() -> None:
 
 
 def test_times_are_kept_and_batches_begin_anew_where_there_are_few(tmp_path: Path) -> None:
-    one, folder = prepared(), Folder(tmp_path / "out", Settings(batches=2, batch_size=2, device="cpu"))
+    one, folder = prepared(), Folder(tmp_path / "out", PaperSettings(batches=2, batch_size=2, device="cpu"))
     assert len(one.batches(TIMED + 1)) == TIMED + 1  # of two
     folder.claim("sst2", {"classes": 4})
     found = measure_speed(one, folder, rounds=2)
@@ -176,7 +176,7 @@ def test_times_are_kept_and_batches_begin_anew_where_there_are_few(tmp_path: Pat
 
 
 def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "out", Settings())
+    folder = Folder(tmp_path / "out", PaperSettings())
     assert read_numbers(folder) == []
     about = {"model": "m", "data": "d", "own": False, "classes": 3, "samples": 8192, "parameters": 10}
     folder.claim("mnli", about)
@@ -190,7 +190,7 @@ def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
 
     keep("exact", 0)
     keep("hutchinson", 0.123456, math.nan)
-    keep("upper_by_batches", 1234.5)
+    keep("upper_per_batch", 1234.5)
     tasks = read_numbers(folder)
     text, lines, latex = as_text(tasks), as_csv(tasks).splitlines(), as_latex(tasks)
     assert "MNLI " in text
@@ -207,6 +207,6 @@ def test_tables_of_what_is_there_so_far(tmp_path: Path) -> None:
 def test_settings_are_checked() -> None:
     for bad in ({"batches": 0}, {"batch_size": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            Settings(**bad)  # type: ignore[arg-type]
+            PaperSettings(**bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="batches"):
-        Settings(batches=1.5)  # type: ignore[arg-type]
+        PaperSettings(batches=1.5)  # type: ignore[arg-type]

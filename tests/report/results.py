@@ -12,12 +12,12 @@ def result(
     noise: float = 0.1,
     estimator: str = "Hutchinson(probes=1, deflate=1, noise='rademacher', envelope=None, orthogonal=True)",
     target: str = "unbiased",
-    ways: dict[str, str] | None = None,
+    granularities: dict[str, str] | None = None,
     count: int = 10,
     model: str = "Net with 3 parameters",
     stopped: str = "",
 ) -> nm.DiagonalFisher:
-    granularity = dict.fromkeys(sums, "sample") | (ways or {})
+    granularity = dict.fromkeys(sums, "sample") | (granularities or {})
     p = Provenance(estimator, target, granularity=granularity, batches=2, passes=2, model=model, stopped=stopped)
     return nm.DiagonalFisher(sums, {name: noise * value for name, value in sums.items()}, count, count, p)
 

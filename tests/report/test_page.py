@@ -116,7 +116,7 @@ def test_provenance_and_error_bars_are_shown() -> None:
     assert "± " in text
     assert FIM.provenance.model in text
     assert "upper bound of its standard error" in text
-    for part in ("Hutchinson()", "neuromanifold", "2 batches, 2 backward passes", "As stored"):
+    for part in ("Hutchinson()", "neuromanifold", "2, 2 backward passes", "As stored"):
         assert part in text
 
 
@@ -151,7 +151,7 @@ def test_odd_results_have_a_page_too(sums: dict[str, torch.Tensor]) -> None:
 
 def test_names_cannot_break_out_of_the_page() -> None:
     evil = "</script><script>alert(1)</script>\"'&<b>"
-    made = result({f"{evil}.weight": torch.ones(3)}, model=evil, ways={f"{evil}.weight": evil})
+    made = result({f"{evil}.weight": torch.ones(3)}, model=evil, granularities={f"{evil}.weight": evil})
     text = page([made, made], [evil, "other"])
     Page(text)
     assert text.count("<script") == PAGE.count("<script")

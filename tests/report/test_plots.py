@@ -1,4 +1,4 @@
-"""The data of the histograms against a naive count, and that the picture draws the data."""
+"""The data of the histograms against a naive count, and that the plot shows it."""
 
 import math
 from itertools import pairwise
@@ -86,7 +86,7 @@ def test_what_is_no_fisher_diagonal_is_refused() -> None:
         plot_histograms(histograms(VALUES), histograms({"a.weight": torch.ones(2)}))
 
 
-def test_the_picture_draws_the_data(tmp_path: Path) -> None:
+def test_the_plot_shows_the_data(tmp_path: Path) -> None:
     drawn, over = histograms(VALUES, span=OTHERS), histograms(OTHERS, span=VALUES)
     figure = plot_histograms(drawn, over, "this", "that")
     panels = dict(zip([one.component for one in drawn], figure.axes, strict=False))

@@ -61,11 +61,13 @@ def test_an_estimate_without_noise_is_exact() -> None:
 def test_how_parameters_were_squared() -> None:
     sums = transformer()
     assert "squared per batch" not in said(result(sums))
-    text = said(result(sums, ways={"classifier.bias": "batch"}))
+    text = said(result(sums, granularities={"classifier.bias": "batch"}))
     assert "`classifier.bias` was squared per batch, with more noise: no per-sample rule applies" in text
-    assert "The gradients of whole batches were squared" in said(result(sums, ways=dict.fromkeys(sums, "batch")))
+    assert "The gradients of whole batches were squared" in said(
+        result(sums, granularities=dict.fromkeys(sums, "batch"))
+    )
     slow = dict.fromkeys(list(sums)[:5], "sample, one by one")
-    assert "and 2 more took one backward pass for each sample" in said(result(sums, ways=slow))
+    assert "and 2 more took one backward pass for each sample" in said(result(sums, granularities=slow))
 
 
 def test_nothing_at_all_and_all_zero() -> None:
@@ -74,7 +76,9 @@ def test_nothing_at_all_and_all_zero() -> None:
     one = said(result({"a.weight": torch.ones(1)}))
     assert "single largest entry holds" in one
     assert "No entry is exactly zero" in one
-    assert "stopped after 3 batches" in said(result({"a": torch.ones(1)}, stopped="stopped after 3 batches"))
+    assert "The run stopped after 3 batches." in said(result({"a": torch.ones(1)}, stopped="stopped after 3 batches"))
+    unmet = said(result({"a": torch.ones(1)}, stopped="rtol 0.05 not reached: relative standard error 0.1"))
+    assert "The accuracy asked for was not reached: rtol 0.05 not reached" in unmet
 
 
 def test_beside_another_result_only_what_may_differ_is_said() -> None:

@@ -47,7 +47,7 @@ def test_names_are_told_apart_however_little_room_there_is(names: list[str], roo
     shown = fitted(names, room)
     assert len(set(shown)) == len(names)
     for name, short in zip(names, shown, strict=True):
-        assert short == name or (short[0] == "…" and name.endswith(f".{short.split('…')[-1]}"))
+        assert short == name or (short[0] == "…" and name.endswith(short.split("…")[-1]))
         assert (short == name) or len(name) > room
     assert len(set(short_names(names).values())) == len(names)
 
@@ -77,3 +77,12 @@ def test_a_table_fits_eighty_columns_and_sets_the_last_row_apart() -> None:
 def test_columns_are_aligned(left: int) -> None:
     lines = text_table(("a", "b", "c"), [("x", "yy", "1"), ("long", "y", "1,000")], left).splitlines()
     assert lines[2:] == [["x     yy      1", "long   y  1,000"], ["x     yy      1", "long  y   1,000"]][left - 1]
+
+
+def test_rows_of_the_same_name_stay() -> None:
+    assert fitted(["14", "14", "100"], 3) == ["14", "14", "100"]
+    assert len(text_table(("classes", "λ"), [("14", "1"), ("14", "2")], width=80).splitlines()) == 4
+
+
+def test_an_end_may_begin_inside_a_word_before_a_table_becomes_too_wide() -> None:
+    assert fitted([f"encoder.transformer_layers.{i}" for i in range(2)], 12) == ["…er_layers.0", "…er_layers.1"]

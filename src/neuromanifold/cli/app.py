@@ -8,19 +8,19 @@ from typing import Annotated
 import typer
 
 import neuromanifold
-from neuromanifold.cli.bounds import bounds
-from neuromanifold.cli.check import check
-from neuromanifold.cli.combine import combine
-from neuromanifold.cli.compare import compare
-from neuromanifold.cli.core_space import core_space
-from neuromanifold.cli.demo import demo
-from neuromanifold.cli.env import env
+from neuromanifold.cli.commands.bounds import bounds_command
+from neuromanifold.cli.commands.check import check_command
+from neuromanifold.cli.commands.combine import combine_command
+from neuromanifold.cli.commands.compare import compare_command
+from neuromanifold.cli.commands.core_space import core_space_command
+from neuromanifold.cli.commands.demo import demo_command
+from neuromanifold.cli.commands.env import env_command
+from neuromanifold.cli.commands.estimate import estimate_command
+from neuromanifold.cli.commands.forecast import forecast_command
+from neuromanifold.cli.commands.report import report_command
+from neuromanifold.cli.commands.reproduce import reproduce_command
+from neuromanifold.cli.commands.show import show_command
 from neuromanifold.cli.errors import FriendlyGroup
-from neuromanifold.cli.estimate import estimate
-from neuromanifold.cli.forecast import forecast
-from neuromanifold.cli.report import report
-from neuromanifold.cli.reproduce import reproduce
-from neuromanifold.cli.show import show
 
 app = typer.Typer(
     name="neuromanifold",
@@ -31,13 +31,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "From a model and data": (estimate, forecast, check, bounds),
-    "Results": (show, compare, combine, report),
-    "To look at": (demo, reproduce, core_space, env),
+    "Model and data": (estimate_command, forecast_command, check_command, bounds_command),
+    "Results": (show_command, compare_command, combine_command, report_command),
+    "Experiments and environment": (demo_command, reproduce_command, core_space_command, env_command),
 }
 for panel, commands in _PANELS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        name = command.__name__.removesuffix("_command").replace("_", "-")
+        app.command(name, rich_help_panel=panel)(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Errors of the user are one clear line and exit code 2; the library's warnings are lines as well."""
+"""User errors are one clear line and exit code 2; the library's warnings are lines as well."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import errno
 import os
 import traceback
 import warnings
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from safetensors import SafetensorError
 from typer.core import TyperGroup
 
-TRACEBACK = "NEUROMANIFOLD_TRACEBACK"  # set to anything: errors are shown with where they come from
+from neuromanifold.cli.console import note
 
-
-_OF_THE_USER = (
+TRACEBACK = "NEUROMANIFOLD_TRACEBACK"  # set to anything: errors are shown with their traceback
+_USER_ERRORS = (
     ValueError,
     TypeError,
     OSError,
@@ -26,62 +25,52 @@ _OF_THE_USER = (
     torch.OutOfMemoryError,
     ModuleNotFoundError,
 )
+_OTHER_ERRORS = (RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError, ImportError)
 
 
 class FriendlyGroup(TyperGroup):
-    """All commands, with errors that a person can act on."""
+    """The group of all commands, which turns exceptions into messages and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
+        """Run a command: exit code 2 for a user error, 1 for one inside a model or the library, 130 for Ctrl-C."""
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: note(f"Note: {_one_line(message)}")
             try:
                 return super().invoke(ctx)
+            except (typer.Exit, typer.Abort):
+                raise
             except KeyboardInterrupt:
-                _say("Interrupted; nothing was written.")
+                note("Interrupted; nothing was written.")
                 raise typer.Exit(130) from None
-            except _OF_THE_USER as error:
+            except (*_USER_ERRORS, *_OTHER_ERRORS) as error:
                 if os.environ.get(TRACEBACK):
                     raise
-                _say(f"Error: {_text(error)}")
-                raise typer.Exit(2) from None
-            except (RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError, ImportError) as error:
-                if isinstance(error, (typer.Exit, typer.Abort)) or os.environ.get(TRACEBACK):
-                    raise
-                _say(f"Error: {_text(error)} ({_place(error)}; with {TRACEBACK}=1 the way there is shown.)")
-                raise typer.Exit(1) from None
+                users = isinstance(error, _USER_ERRORS)
+                note(f"Error: {_text(error)}" + ("" if users else f" ({_place(error)})"))
+                raise typer.Exit(2 if users else 1) from None
 
 
 def _place(error: Exception) -> str:
-    """Of an error inside a model, a function of the user's own, or this library: what and where."""
+    """Return where an error inside a model, a user's function or this library was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} in {last.filename}, line {last.lineno}"
+    return f"{type(error).__name__} in {last.filename}, line {last.lineno}; {TRACEBACK}=1 shows the traceback."
 
 
 def _text(error: Exception) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
+    """Return the error's message, with advice where it has none."""
+    said = _one_line(error) or type(error).__name__
     if isinstance(error, MemoryError):
-        return f"Out of memory. Take a smaller --batch-size (or auto), or fewer --parameters. ({said})"
+        return f"Out of memory. Use a smaller --batch-size (or auto), or fewer --parameters. ({said})"
     if isinstance(error, torch.OutOfMemoryError):
-        return f"Out of memory on the device. Take a smaller --batch-size (or auto), or --dtype bfloat16. ({said})"
+        return f"Out of memory on the device. Use a smaller --batch-size (or auto), or --dtype bfloat16. ({said})"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and "Make room" in str(error.strerror):
+        return f"{error.strerror}."
     if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in said:
         return f"No space left on the disk, so nothing was written. Make room, or write elsewhere. ({said})"
     if isinstance(error, ModuleNotFoundError) and "pip install" not in said:
-        return f"{said}. Run from the folder it lies in, or install it."
+        return f"{said}. Run from the folder that contains it, or install it."
     return said
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    del category, filename, lineno, file, line
-    _say(f"Note: {' '.join(str(message).split())}")
-
-
-def _say(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

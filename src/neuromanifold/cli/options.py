@@ -1,149 +1,156 @@
-"""The options that say which model and which data: the same for every command that needs them, in one place."""
+"""The options that several commands have: which model, which data, which parameters, and how to run."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from functools import wraps
-from pathlib import Path
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial, wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from neuromanifold.cli.console import note
+from neuromanifold.cli.parsing import parse_likelihood
+from neuromanifold.core import Categorical
 from neuromanifold.core.checks import message
+from neuromanifold.diagnostics.forecast import largest_batch
 from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_data_source, load_data, load_model
+from neuromanifold.hf.functions import is_function_name
 from neuromanifold.hf.models import DTYPES
 from neuromanifold.problem.parameters import select_parameters
 
-_MODEL, _DATA, _RUN = "Model", "Data", "Run"
-_TASKS = ", ".join(Task)
-_SIZE = "32"  # of a batch, unless told otherwise
+_SIZE = "32"  # rows in a batch, by default
 
 
-def _option(*names: str, panel: str, text: str, metavar: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, **more)
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """Return a typer option with its panel of the help page; without names, that of the parameter is used."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+_model, _data, _estimate, run_option = (partial(option, panel) for panel in ("Model", "Data", "Estimate", "Run"))
+
+EstimatorName = Annotated[
+    str,
+    _estimate(
+        "Hutchinson (unbiased, one backward pass per batch), Exact (classes - 1 passes), MonteCarlo, Empirical, "
+        "SquaredBatchGradient; with settings as in 'Hutchinson(probes=4)'.",
+        "--estimator", "-e", metavar="NAME",
+    ),
+]  # fmt: skip
+GranularityName = Annotated[
+    str,
+    _estimate(
+        "auto: per-sample gradients are squared wherever possible; sample: always; batch: those of whole batches."
+    ),
+]
+Labels = Annotated[
+    bool | None, _data("Require labels, or ignore them. Default: use them if there are any.", "--labels/--no-labels")
+]
+NoProgress = Annotated[bool, run_option("Disable the progress bar.", "--no-progress")]
+Patterns = Annotated[
+    list[str] | None,
+    _model(
+        "Only parameters whose names match, such as 'encoder.*'. Repeatable.", "--parameters", "-p", metavar="PATTERN"
+    ),
+]
+Device = Annotated[str, _model("auto (a GPU if there is one), cpu, cuda, cuda:1 or mps.")]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, data for it, and which parameters."""
+    """A model, data for it, and the parameters of interest, as options of a command."""
 
     model: Annotated[
         str,
-        _option(
-            "--model", "-m", panel=_MODEL, metavar="MODEL",
-            text="A folder (config.json, *.safetensors), a name on the Hugging Face hub, or package.module:function, "
-            "where the function returns a torch module.",
+        _model(
+            "A folder (config.json, *.safetensors), a name on the Hugging Face hub, or package.module:function, where "
+            "the function returns a torch module.",
+            "--model", "-m", metavar="MODEL",
         ),
     ]  # fmt: skip
     data: Annotated[
         str,
-        _option(
-            "--data", "-d", panel=_DATA, metavar="DATA",
-            text="A CSV, TSV, JSONL, Parquet or NPZ file; a folder with a folder of images or sounds for each class; a "
-            "data set's name on the hub; or package.module:function, where the function returns batches.",
+        _data(
+            "A CSV, TSV, JSON, JSONL, Parquet or NPZ file; a folder with a folder of images or audio files for each "
+            "class; a data set's name on the hub; or package.module:function, where the function returns batches.",
+            "--data", "-d", metavar="DATA",
         ),
     ]  # fmt: skip
     task: Annotated[
-        str | None, _option("--task", panel=_MODEL, text=f"What the model does: {_TASKS}. Found from its config.")
+        str | None, _model(f"What the model predicts: {', '.join(Task)}. Default: according to its config.")
     ] = None
     adapter: Annotated[
         str | None,
-        _option(
-            "--adapter", panel=_MODEL, metavar="ADAPTER",
-            text="A PEFT adapter (folder or hub name): the Fisher information of its parameters.",
-        ),
-    ] = None  # fmt: skip
+        _model("A PEFT adapter (folder or hub name), whose parameters alone are then used.", metavar="ADAPTER"),
+    ] = None
     classes: Annotated[
         int | None,
-        _option(
-            "--classes", panel=_MODEL, metavar="N", min=1,
-            text="For a checkpoint without a trained classifier: draw one for N classes, with --seed.",
-        ),
-    ] = None  # fmt: skip
+        _model("Initialize a classifier with N classes, for a checkpoint without a trained one.", metavar="N", min=1),
+    ] = None
     processor: Annotated[
         str | None,
-        _option(
-            "--processor", panel=_MODEL, metavar="FOLDER",
-            text="Where tokenizer, image processor or feature extractor are, if not beside the model.",
-        ),
-    ] = None  # fmt: skip
-    revision: Annotated[
-        str | None, _option("--revision", panel=_MODEL, metavar="REV", text="Branch, tag or commit on the hub.")
+        _model("Folder of tokenizer, image processor or feature extractor. Default: the model's.", metavar="FOLDER"),
     ] = None
+    revision: Annotated[str | None, _model("Branch, tag or commit on the hub.", metavar="REV")] = None
     dtype: Annotated[
-        str | None,
-        _option(
-            "--dtype", panel=_MODEL,
-            text=f"Precision of the model: {', '.join(DTYPES)}. By default float32, or what the function's module has.",
-        ),
-    ] = None  # fmt: skip
-    device: Annotated[
-        str, _option("--device", panel=_MODEL, text="auto (a GPU if there is one), cpu, cuda, cuda:1, mps.")
-    ] = "auto"
-    parameters: Annotated[
-        list[str] | None,
-        _option(
-            "--parameters", "-p", panel=_MODEL, metavar="PATTERN",
-            text="Only parameters whose names match, such as 'encoder.*'; may be given several times.",
-        ),
-    ] = None  # fmt: skip
-    split: Annotated[str, _option("--split", panel=_DATA, text="Which split of a hub data set.")] = "train"
-    subset: Annotated[
-        str | None,
-        _option("--subset", panel=_DATA, text="Which configuration of a hub data set, such as sst2 of glue."),
+        str | None, _model(f"Precision of the model: {', '.join(DTYPES)}. Default: float32, or that of the function's.")
     ] = None
+    device: Device = "auto"
+    parameters: Patterns = None
+    likelihood: Annotated[
+        str | None,
+        _model(
+            "categorical, bernoulli (several labels) or gaussian (regression). Default: according to the model's "
+            "config, else categorical."
+        ),
+    ] = None
+    split: Annotated[str, _data("Split of a hub data set.")] = "train"
+    subset: Annotated[str | None, _data("Configuration of a hub data set, such as sst2 of glue.")] = None
     columns: Annotated[
         str | None,
-        _option(
-            "--columns", panel=_DATA, metavar="ROLE=COLUMN,...",
-            text="Which column holds what, such as text=body,label=stars. Roles: text, text_pair, words, image, audio, "
-            "label. Usual names are found without.",
+        _data(
+            "Columns by role, such as text=body,label=stars. Roles: text, text_pair, words, image, audio, label. "
+            "Common names are recognized.",
+            metavar="ROLE=COLUMN,...",
         ),
-    ] = None  # fmt: skip
+    ] = None
     batch_size: Annotated[
-        str, _option("--batch-size", "-b", panel=_DATA, metavar="N|auto", text="Rows in a batch; auto: what fits.")
+        str, _data("Rows in a batch; auto: the largest that fits and helps.", "--batch-size", "-b", metavar="N|auto")
     ] = _SIZE
     batches: Annotated[
         int | None,
-        _option(
-            "--batches", "-n", panel=_DATA, metavar="N", min=1,
-            text="How many batches, of rows drawn at random with --seed. By default all rows.",
-        ),
-    ] = None  # fmt: skip
+        _data("Number of batches, of rows in random order. Default: all.", "--batches", "-n", metavar="N", min=1),
+    ] = None
     max_length: Annotated[
         int | None,
-        _option(
-            "--max-length", panel=_DATA, metavar="N", min=1,
-            text="Cut text to N tokens (by default what the model takes, at most 512), sound to N values.",
-        ),
-    ] = None  # fmt: skip
-    mask: Annotated[
-        float, _option("--mask", panel=_DATA, text="Share of tokens that is masked, for masked language models.")
-    ] = 0.15
-    likelihood: Annotated[
-        str | None,
-        _option(
-            "--likelihood", panel=_MODEL,
-            text="What the outputs mean: categorical, bernoulli (several labels) or gaussian (regression). By default "
-            "what the config says, else categorical.",
-        ),
-    ] = None  # fmt: skip
-    seed: Annotated[
-        int,
-        _option(
-            "--seed",
-            panel=_RUN,
-            min=0,
-            metavar="N",
-            text="Of everything that is random: rows, noise, a drawn classifier.",
-        ),
-    ] = 0
+        _data("Truncate text to N tokens (default: at most 512), audio to N samples.", metavar="N", min=1),
+    ] = None
+    mask: Annotated[float, _data("Share of masked tokens, for masked language models.")] = 0.15
+    seed: Annotated[int, run_option("Random seed of rows, probes and a new classifier.", metavar="N", min=0)] = 0
 
-    def load_model(self) -> LoadedModel:
-        """Load the model onto its device, after checking that the data can be read."""
+    @property
+    def size(self) -> int | None:
+        """The batch size; None for "auto"."""
+        if self.batch_size == "auto":
+            return None
+        if not self.batch_size.isdigit() or not int(self.batch_size):
+            raise ValueError(message("batch-size", "a number of rows, or auto", repr(self.batch_size)))
+        return int(self.batch_size)
+
+    def load_model(self, fixed_size: str = "") -> LoadedModel:
+        """Load the model onto its device, after the options that need no model are checked.
+
+        `fixed_size` names what a batch size "auto" does not go together with.
+        """
         check_data_source(self.data, self.split, self.subset, self.columns)
+        parse_likelihood(self.likelihood, Categorical)
+        if self.size is None and fixed_size:
+            advice = "neuromanifold forecast -b auto finds one."
+            raise ValueError(message("batch-size", f"a number with {fixed_size}", "auto", advice))
+        if is_function_name(self.data) and self.batch_size != _SIZE:
+            expected, advice = "left out where --data is a function", "The function returns whole batches."
+            raise ValueError(message("batch-size", expected, self.batch_size, advice))
         loaded = load_model(
             self.model,
             self.task,
@@ -159,49 +166,37 @@ class Setup:
             select_parameters(loaded.module, [pattern])  # each of them has to match something
         return loaded
 
-    def load_data(
-        self, model: LoadedModel, labels: bool | None, batch_size: int | None = None
-    ) -> LoadedData | FunctionData:
-        """The data; of a given batch size where it has been found."""
-        data = load_data(
+    def load_data(self, model: LoadedModel, labels: bool | None, **run: Any) -> LoadedData | FunctionData:
+        """Load the data; for "auto" in the largest batches that fit into a run with these arguments and speed it up."""
+        if self.size is None:
+            every = replace(self, batch_size="1", batches=None).load_data(model, labels)
+            assert isinstance(every, LoadedData)  # functions are refused before
+            size = largest_batch(model.module, every.with_batch_size, most=every.samples, **run)
+            note(f"Batch size: {size}")
+            return replace(self, batch_size=str(size)).load_data(model, labels)
+        return load_data(
             self.data,
             model,
             split=self.split,
             subset=self.subset,
             columns=self.columns,
             labels=labels,
-            batch_size=batch_size or self.size or 1,
+            batch_size=self.size,
             batches=self.batches,
             max_length=self.max_length,
             mask=self.mask,
             seed=self.seed,
         )
-        if isinstance(data, FunctionData) and self.batch_size not in (_SIZE, "auto"):
-            advice = "The function says how large they are."
-            raise ValueError(message("batch-size", "left out for batches of one's own", self.batch_size, advice))
-        return data
 
-    @property
-    def number(self) -> int:
-        """The batch size, where none is looked for."""
-        if self.size is None:
-            raise ValueError(message("batch-size", "a number", "auto", "neuromanifold forecast -b auto finds one."))
-        return self.size
-
-    @property
-    def size(self) -> int | None:
-        """The batch size; None: to be found."""
-        if self.batch_size == "auto":
-            return None
-        if not self.batch_size.isdigit() or not int(self.batch_size):
-            raise ValueError(message("batch-size", "a number of rows, or auto", repr(self.batch_size)))
-        return int(self.batch_size)
+    def selection(self, model: LoadedModel) -> dict[str, Any]:
+        """Return the arguments `likelihood` and `parameters` that every run takes."""
+        likelihood = parse_likelihood(self.likelihood, model.likelihood)
+        return {"likelihood": likelihood, "parameters": self.parameters or None}
 
 
 def with_setup(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its first argument, a `Setup`, as options of its own."""
+    """Return the command with the fields of its first argument, a `Setup`, as options of its own."""
     hints, own = get_type_hints(Setup, include_extras=True), inspect.signature(command, eval_str=True)
-    names = [field.name for field in fields(Setup)]
     keyword = inspect.Parameter.KEYWORD_ONLY
     shared = [
         inspect.Parameter(
@@ -216,22 +211,8 @@ def with_setup(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
-        command(Setup(**{name: values.pop(name) for name in names}), **values)
+        command(Setup(**{field.name: values.pop(field.name) for field in fields(Setup)}), **values)
 
     run.__signature__ = inspect.Signature([*shared, *rest])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*shared, *rest)}
     return run
-
-
-def check_output(path: Path, *others: Path | str | None) -> None:
-    """Said before the run, and not after hours; a file that is read, or kept for later, is not written over."""
-    if path.is_dir():
-        raise ValueError(message("output", "a file", f"the folder {path}"))
-    if path.exists() and not path.is_file():  # it would be replaced
-        raise ValueError(message("output", "a file", f"{path}, a device or a pipe", "Give the name of a file."))
-    if not path.absolute().parent.is_dir():
-        raise ValueError(
-            message("output", "in a folder that exists", str(path), f"Make {path.absolute().parent} first.")
-        )
-    if any(path.resolve() == Path(other).resolve() for other in others if other is not None):
-        raise ValueError(message("output", "a file of its own", f"{path}, which is given for something else as well"))

@@ -1,12 +1,9 @@
 """Experiments: the paper's table and figures, on models and data that anyone has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-Report = Callable[[str, int, int], None]
-"""Called with the name of a step, how many parts of it are done, and how many there are."""
 
 
 @contextmanager

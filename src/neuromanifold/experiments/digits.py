@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from neuromanifold.core.checks import integer_in_range
-from neuromanifold.experiments import Report, one_thread
+from neuromanifold.experiments import one_thread
+from neuromanifold.problem.progress import tracked
 
 TRAINING = 1408  # images that the network is trained on; the other 389 test it
 BATCH = 64
@@ -33,9 +34,7 @@ class TrainedDigits:
 
 
 @one_thread()
-def train_digits(
-    samples: int = TRAINING, seed: int = 0, epochs: int = 12, report: Report | None = None
-) -> TrainedDigits:
+def train_digits(samples: int = TRAINING, seed: int = 0, epochs: int = 12, progress: bool = False) -> TrainedDigits:
     """Train the network; returns it with the first `samples` of its (shuffled) training images.
 
     The same seed on the same machine gives the same network; the global random state is neither used nor changed.
@@ -48,19 +47,18 @@ def train_digits(
     images, labels = images[order], labels[order]
     model = digits_network(seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for epoch in range(epochs):
+    for _ in tracked(range(epochs), progress, "Training"):
         order = torch.randperm(TRAINING, generator=generator)
         for batch in (order[i : i + BATCH] for i in range(0, TRAINING, BATCH)):
             optimiser.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-        if report:
-            report("training", epoch + 1, epochs)
     optimiser.zero_grad()
     ends = [*range(0, samples, BATCH), samples]
     batches = [(images[i:j], labels[i:j]) for i, j in pairwise(ends)]
-    right = _right(model, images, labels)
-    return TrainedDigits(model, batches, float(right[:TRAINING].mean()), float(right[TRAINING:].mean()))
+    with torch.no_grad():
+        correct = (model(images).argmax(-1) == labels).double()
+    return TrainedDigits(model, batches, float(correct[:TRAINING].mean()), float(correct[TRAINING:].mean()))
 
 
 def digits_network(seed: int = 0) -> nn.Sequential:
@@ -89,10 +87,3 @@ def load_digits() -> tuple[Tensor, Tensor]:
     digits = datasets.load_digits()
     images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 16
     return images, torch.as_tensor(digits.target, dtype=torch.int64)
-
-
-@torch.no_grad()
-def _right(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """1 for each image whose most probable class is its label, else 0."""
-    predicted: Tensor = model(images).argmax(-1)
-    return (predicted == labels).double()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Cost = Literal["passes", "time"]
+CostAxis = Literal["passes", "time"]
 
 FLOOR, CEILING = 1e-4, 10.0  # what is beyond is drawn there: below is only rounding, above stands the number
 _NUDGE = 0.87  # per batch stands a little to the left of per sample, so that points of equal cost can be told apart
@@ -18,7 +18,7 @@ COST_LABELS = {"passes": "backward passes for a batch", "time": "time over forwa
 
 
 @dataclass(frozen=True)
-class Point:
+class EstimatorPoint:
     """One estimator on one network."""
 
     name: str
@@ -41,16 +41,16 @@ class ErrorCost:
     classes: int
     samples: int
     batch_size: int
-    points: tuple[Point, ...]
-    curve: tuple[Point, ...]
+    points: tuple[EstimatorPoint, ...]
+    curve: tuple[EstimatorPoint, ...]
 
     @property
-    def paper(self) -> Point:
+    def paper(self) -> EstimatorPoint:
         """The paper's 𝔽: without deflation, squared per batch."""
         return next(one for one in self.points if one.name == "Hutchinson(deflate=0)" and not one.per_sample)
 
 
-def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> None:
+def draw_error_cost(axes: Axes, network: ErrorCost, cost: CostAxis = "passes") -> None:
     """One panel: every estimator as a point, filled if it squares per sample, and the curve over `probes`."""
     curve = network.curve
     x, y = [one.cost for one in curve], [one.height for one in curve]
@@ -73,12 +73,12 @@ def draw_error_cost(axes: Axes, network: ErrorCost, cost: Cost = "passes") -> No
     _plain_ticks(axes, [one.cost for one in (*network.points, *curve)])
 
 
-def label(point: Point) -> str:
+def label(point: EstimatorPoint) -> str:
     """The estimator, what is squared, and whether it is biased."""
     return f"{point.name} per {'sample' if point.per_sample else 'batch'}{'' if point.unbiased else ', biased'}"
 
 
-def _style(point: Point) -> dict[str, Any]:
+def _style(point: EstimatorPoint) -> dict[str, Any]:
     colour = _COLOURS.get(point.name.split("(")[0], "0.3")
     marker = next((marker for key, marker in _MARKERS.items() if key in point.name), "o")
     fill = colour if point.per_sample else "white"

@@ -10,8 +10,8 @@ transformers, datasets and peft are imported by the functions that need them, ne
 from neuromanifold.hf.batches import FunctionData, LoadedData
 from neuromanifold.hf.data import load_data
 from neuromanifold.hf.errors import LabelError, LoadError
-from neuromanifold.hf.models import LoadedModel, Task, load_model
+from neuromanifold.hf.models import LoadedModel, Task, check_model_source, load_model
 from neuromanifold.hf.tables import check_data_source
 
 __all__ = ["FunctionData", "LabelError", "LoadError", "LoadedData", "LoadedModel", "Task", "check_data_source",
-           "load_data", "load_model"]  # fmt: skip
+           "check_model_source", "load_data", "load_model"]  # fmt: skip

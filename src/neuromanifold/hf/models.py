@@ -177,7 +177,7 @@ def _from_pretrained(
     revision: str | None,
 ) -> LoadedModel:
     local = Path(source).expanduser()
-    _check_files(source, local)
+    check_model_source(source)
     transformers = require("transformers", "hf", "A model by name or folder")
     where = str(local) if local.is_dir() else source
     if revision is not None and local.is_dir():
@@ -217,8 +217,9 @@ def _from_pretrained(
     return LoadedModel(module, task, where, _classes(config, task), names, likelihood, about, tuple(new))
 
 
-def _check_files(source: str, local: Path) -> None:
-    """Check a local path before anything is loaded."""
+def check_model_source(source: str) -> None:
+    """Raise a LoadError for a local path that is no model, at the cost of listing a folder."""
+    local = Path(source).expanduser()
     if local.is_file():
         pickle = local.suffix in _PICKLES
         advice = _PICKLE_ADVICE if pickle else "Give the folder that it lies in."

@@ -108,7 +108,7 @@ class PerSampleGradients:
         have turned out to have no per-sample gradients that pass the verification.
         """
         uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
-        if not uses.samples or not self.hooks.modules and not uses.found:
+        if not uses.samples or (not self.hooks.modules and not uses.found):
             return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.found}, self.excluded, True))
         known = self._plans.get(uses.signature)
         if reference is None:

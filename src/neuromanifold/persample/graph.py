@@ -63,8 +63,8 @@ class Layout:
         if len(values) == samples:
             return values
         if self.major == "samples":
-            return values.unflatten(0, (samples, -1))
-        return values.unflatten(0, (-1, samples)).transpose(0, 1)
+            return values.reshape(samples, -1, *values.shape[1:])
+        return values.reshape(-1, samples, *values.shape[1:]).transpose(0, 1)
 
     def before(self, shape: torch.Size, samples: int) -> int:
         """Return the place of the samples as `follow` counts it."""

@@ -6,7 +6,8 @@ that never occur) have no place on it and stand as a bar at the left edge.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,12 +50,19 @@ def plot(result: DiagonalFisher, kind: str) -> Figure:
     """A figure of a result: "histograms", a panel for each component, or "depth", a mark for each layer."""
     if kind not in ("histograms", "depth"):
         raise ValueError(message("kind", "'histograms' or 'depth'", repr(kind)))
-    try:
+    with needs_matplotlib(" The page of .report(path) does not."):
         return plot_depth(result) if kind == "depth" else plot_histograms(histograms(result), label="entries")
+
+
+@contextmanager
+def needs_matplotlib(advice: str = "") -> Iterator[None]:
+    """Turn the error of a missing matplotlib into one that says how to install it."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
             raise
-        text = "Plots need matplotlib: pip install 'neuromanifold[plots]'. The page of .report(path) does not."
+        text = f"Plots need matplotlib: pip install 'neuromanifold[plots]'.{advice}"
         raise ModuleNotFoundError(text, name=error.name) from error
 
 

@@ -24,7 +24,8 @@ def reading(summary: Summary, beside: bool = False) -> list[str]:
     more = [] if beside else [_concentration(summary), *_zero_entries(summary)]
     found = [_where(summary), *more, *_error(summary), *_granularity(summary)]
     stopped = summary.result.provenance.stopped
-    return [nature(summary), *found, *([f"The run {stopped}."] if stopped else [])]
+    ended = f"The accuracy asked for was not reached: {stopped}." if "not reached" in stopped else f"The run {stopped}."
+    return [nature(summary), *found, *([ended] if stopped else [])]
 
 
 def nature(summary: Summary) -> str:
@@ -64,7 +65,7 @@ def comparison_sentence(title: str, first: str, found: Comparison | None) -> str
 
 
 def role(name: str, summary: Summary) -> str:
-    """A component with what it is, a head or an embedding, where its name tells."""
+    """A component's name, preceded by "the head" or "the embedding" if the name says that it is one."""
     if summary.components[-1].name == name and _HEAD.search(name):
         return f"the head `{name}`"
     return f"the embedding `{name}`" if _TABLE.search(name.rpartition(".")[2]) else f"`{name}`"
@@ -150,7 +151,7 @@ def _is_table(one: Statistics) -> bool:
 
 
 def _looked_up(name: str) -> str:
-    """What the rows of an embedding stand for, where its name tells."""
+    """What the rows of an embedding stand for according to its name, else "rows"."""
     kinds = {"pos|wpe": "positions", "type": "types", "word|tok|wte": "tokens"}
     return next((noun for pattern, noun in kinds.items() if re.search(pattern, name, re.IGNORECASE)), "rows")
 

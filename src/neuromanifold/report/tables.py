@@ -1,4 +1,4 @@
-"""The tables of the page as rows of cells, and its numbers as plain data for programs that read it."""
+"""The tables of the page as rows of cells, and its numbers as JSON for programs that read it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def parameter_table(summaries: Sequence[Summary]) -> PageTable:
 
 
 def provenance_facts(summary: Summary) -> dict[str, str]:
-    """Where a result comes from, for people."""
+    """Where a result comes from, as headings and texts; what is not known is left out."""
     result, p = summary.result, summary.result.provenance
     positions = f" ({result.positions:,} positions)" if result.positions != result.count else ""
     squared = Counter(one.granularity or "not recorded" for one in summary.parameters)
@@ -143,12 +143,14 @@ def provenance_facts(summary: Summary) -> dict[str, str]:
         "right for F": p.target,
         "likelihood": p.likelihood,
         "samples": f"{result.count:,}{positions}",
-        "batches and passes": f"{counted(p.batches, 'batch')}, {counted(p.passes, 'backward pass')}",
+        "batches": f"{p.batches:,}, {counted(p.passes, 'backward pass')}",
         "squared per": ", ".join(f"{one}: {counted(n, 'parameter')}" for one, n in squared.items()),
+        "verified": f"against autograd on {counted(p.verified, 'batch')}" if p.verified else "",
+        "multiplied by": f"{p.scale:g}" if p.scale != 1 else "",
         "seeds": ", ".join(map(str, p.seeds)) or "none: nothing is random",
-        "precision, device": ", ".join(part for part in (p.dtype, p.device) if part),
-        "ended early": p.stopped,
+        "precision": ", ".join(part for part in (p.dtype, p.device) if part),
         "runs added": f"{p.parts}" if p.parts > 1 else "",
+        "ended": p.stopped,
         "versions": ", ".join(f"{name} {version}" for name, version in p.versions.items()),
     }
     return {name: value for name, value in found.items() if value}

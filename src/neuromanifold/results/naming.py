@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _ROWS = 24  # components that a table has room for
 _FEW = 3  # with fewer components, such as the two of nn.Sequential(backbone, head), blocks inside blocks are shown
+_LEAST = 8  # characters to which a word may be cut
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 
@@ -88,15 +89,18 @@ def fitted(names: Sequence[str], room: int) -> list[str]:
     """The names in at most `room` characters where that is possible without making any two equal.
 
     A name that is too long becomes the longest end that no other name has, such as "…layer.3.query", or its last number
-    and an end, "…3…query"; where neither fits, the shortest such end: a table that is too wide can still be read.
+    and an end, "…3…query", or an end that begins inside a word, "…yer.3"; where none of them fits, the shortest of the
+    first kind: a table that is too wide can still be read.
     """
     shown = {name: name for name in names}
-    for name in names:
+    for name in shown:
         if len(name) > room:
             ends = [f"…{end}" for end in _ends(name, names) if end != name] or [name]
-            shown[name] = next((end for end in [*ends, *_gaps(name)] if len(end) <= room), ends[-1])
+            cut = name[1 - room :] if room > _LEAST else name
+            cuts = [f"…{cut}"] if sum(other.endswith(cut) for other in shown) == 1 else []
+            shown[name] = next((end for end in [*ends, *_gaps(name), *cuts] if len(end) <= room), ends[-1])
     taken = Counter(shown.values())
-    return [short if taken[short] == 1 else name for name, short in shown.items()]
+    return [shown[name] if taken[shown[name]] == 1 else name for name in names]
 
 
 def _block(module: str, numbers: int) -> str:

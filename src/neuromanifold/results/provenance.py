@@ -75,6 +75,10 @@ class Provenance:
             data_fingerprints=[*self.data_fingerprints, *other.data_fingerprints] if seen else [],
         )
 
+    def named(self, model: str, data: str) -> Provenance:
+        """The provenance under the names that model and data have for the user, such as paths."""
+        return replace(self, model=model, data=data)
+
     def times(self, factor: float) -> Provenance:
         """The provenance of a result that was multiplied by a factor."""
         return replace(self, scale=self.scale * factor)

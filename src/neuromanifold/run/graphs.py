@@ -211,7 +211,9 @@ class CapturedSteps:
             counted = sums.tally()
             sums.set_tally(tally)
         first = found[0] if found else None
-        self._graphs[key] = _CapturedBatch(own, outputs.detached(), first, passes, counted.since(tally), forward, backward)
+        self._graphs[key] = _CapturedBatch(
+            own, outputs.detached(), first, passes, counted.since(tally), forward, backward
+        )
 
     def _has_room(self) -> bool:
         """Whether there is memory for the activations of one more batch; always, if graphs are asked for."""

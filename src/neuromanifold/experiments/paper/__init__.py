@@ -6,13 +6,14 @@ for each task:                                      `tasks`: six networks and th
     for each column and each number of probes:      `columns`
         run, compare with the exact one, keep       what is finished is not run again
     time the columns in turn on a few batches       `speed`
-    histograms, error against passes                `pictures`
+    histograms, error against passes                `figures`
     tables of all tasks so far                      `table`
 """
 
-from neuromanifold.experiments.paper.folder import Folder, Settings
+from neuromanifold.experiments.paper.folder import Folder, PaperSettings
 from neuromanifold.experiments.paper.reproduce import reproduce
+from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.sources import Source
 from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
 
-__all__ = ["TASKS", "Folder", "PaperTask", "Settings", "Source", "reproduce"]
+__all__ = ["TASKS", "Folder", "PaperRun", "PaperSettings", "PaperTask", "Source", "reproduce"]

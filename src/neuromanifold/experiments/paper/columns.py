@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuromanifold.estimators import (
-    Empirical,
-    Estimator,
-    Exact,
-    Hutchinson,
-    Lower,
-    MonteCarlo,
-    SquaredBatchGradient,
-    Upper,
-)
+from neuromanifold import estimators as nm
 from neuromanifold.run.granularity import Granularity
 
 
@@ -24,7 +15,7 @@ class Column:
     key: str  # in files
     text: str
     latex: str
-    estimator: Estimator
+    estimator: nm.Estimator
     granularity: Granularity  # "batch", or "auto": per sample
 
     @property
@@ -33,21 +24,21 @@ class Column:
         return "batch" if self.granularity == "batch" else "sample"
 
 
-EXACT = Column("exact", "exact", "F", Exact(), "auto")
+EXACT = Column("exact", "exact", "F", nm.Exact(), "auto")
 
 PAPER = (
     # One backward for each batch can only give the squared gradient of the batch; the text defines the one after it.
-    Column("squared_batch_gradient", "eFIM (table)", r"\hat F^{\mathrm{table}}", SquaredBatchGradient(), "batch"),
-    Column("empirical", "eFIM (text)", r"\hat F^{\mathrm{text}}", Empirical(), "auto"),
-    Column("hutchinson_by_batches", "𝔽", r"\mathbb F", Hutchinson(deflate=0), "batch"),
-    Column("upper_by_batches", "𝔽^DG", r"\mathbb F^{\mathrm{DG}}", Hutchinson(envelope=Upper()), "batch"),
-    Column("lower_by_batches", "𝔽^LR", r"\mathbb F^{\mathrm{LR}}", Hutchinson(envelope=Lower(1)), "batch"),
-    Column("lower2_by_batches", "𝔽^LR(2)", r"\mathbb F^{\mathrm{LR}(2)}", Hutchinson(envelope=Lower(2)), "batch"),
+    Column("squared_batch_gradient", "eFIM (table)", r"\hat F^{\mathrm{table}}", nm.SquaredBatchGradient(), "batch"),
+    Column("empirical", "eFIM (text)", r"\hat F^{\mathrm{text}}", nm.Empirical(), "auto"),
+    Column("hutchinson_per_batch", "𝔽", r"\mathbb F", nm.Hutchinson(deflate=0), "batch"),
+    Column("upper_per_batch", "𝔽^DG", r"\mathbb F^{\mathrm{DG}}", nm.Hutchinson(envelope=nm.Upper()), "batch"),
+    Column("lower_per_batch", "𝔽^LR", r"\mathbb F^{\mathrm{LR}}", nm.Hutchinson(envelope=nm.Lower(1)), "batch"),
+    Column("lower2_per_batch", "𝔽^LR(2)", r"\mathbb F^{\mathrm{LR}(2)}", nm.Hutchinson(envelope=nm.Lower(2)), "batch"),
 )
 OURS = (
-    Column("monte_carlo", "Monte Carlo", r"\mathrm{MC}", MonteCarlo(), "auto"),
-    Column("hutchinson", "𝔽", r"\mathbb F", Hutchinson(deflate=0), "auto"),
-    Column("deflated", "deflated", r"\mathbb F^{\mathrm{defl.}}", Hutchinson(), "auto"),
+    Column("monte_carlo", "Monte Carlo", r"\mathrm{MC}", nm.MonteCarlo(), "auto"),
+    Column("hutchinson", "𝔽", r"\mathbb F", nm.Hutchinson(deflate=0), "auto"),
+    Column("deflated", "deflated", r"\mathbb F^{\mathrm{defl.}}", nm.Hutchinson(), "auto"),
 )
 COLUMNS = (*PAPER, *OURS)
 BASELINE = PAPER[0]  # what the paper's speed factors are relative to
@@ -59,10 +50,6 @@ def curve(classes: int, most: int | None = None) -> list[Column]:
     `most` leaves out those that take more passes.
     """
     powers = [2**k for k in range(1, 40) if 2**k < classes - 1]
-    rest = [*powers, classes - 1] if classes > 2 else []
-    return [OURS[-1], *(_probes(m) for m in rest if most is None or m <= most)]
-
-
-def _probes(m: int) -> Column:
-    name = f"deflated, {m} probes"
-    return Column(f"probes_{m}", name, rf"m = {m}", Hutchinson(probes=m), "auto")
+    wanted = [m for m in (*powers, classes - 1) if m > 1 and (most is None or m <= most)]
+    names = {m: (f"probes_{m}", f"deflated, {m} probes", f"m = {m}") for m in wanted}
+    return [OURS[-1], *(Column(*names[m], nm.Hutchinson(probes=m), "auto") for m in wanted)]

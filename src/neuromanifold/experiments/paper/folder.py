@@ -12,6 +12,7 @@ OUT/table.txt, .csv, .tex
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,14 +28,14 @@ _PACKAGES = ("transformers", "datasets", "numpy", "triton")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PaperSettings:
     """The settings that all tasks of a folder share."""
 
     batches: int = 128
     batch_size: int = 64
     dtype: str = "float32"
     device: str = "auto"
-    seed: int = 0  # of the rows, of a drawn classifier and of the estimators' noise
+    seed: int = 0  # of the rows, of a new classifier and of the probes
 
     def __post_init__(self) -> None:
         integer_in_range(self.batches, "batches", 1, 10**9, "how many batches")
@@ -45,45 +46,41 @@ class Settings:
 class Folder:
     """A folder of results: checks its settings, reads and writes the numbers of each step."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: PaperSettings) -> None:
         """Check that the folder was begun with the same settings; it is created with the first task."""
-        if path.exists() and not path.is_dir():
-            raise ValueError(message("out", "a folder", f"the file {path}"))
-        self.path, self._settings, self._asked = path, path / "settings.json", asdict(settings)
-        if self._settings.exists():
-            head = load_json(self._settings)
+        self.path, self.settings, self._file = path, settings, path / "settings.json"
+        if self._file.exists():
+            head = load_json(self._file)
             if head.get("kind") != "reproduce":
                 raise ValueError(message("out", "a folder of an earlier run", f"{path} with another settings.json"))
-            before = head["settings"]
-            if head["tasks"] and isinstance(before, dict):  # else nothing has been done in it
-                _must_agree(self._asked, before, self.path, "")
+            if head["tasks"]:  # else nothing has been done in it
+                self._must_agree(asdict(settings), head["settings"], "")
         elif path.is_dir() and any(path.iterdir()):
             got = f"{path} with {', '.join(sorted(entry.name for entry in path.iterdir())[:4])}"
             raise ValueError(message("out", "an empty folder, or one of an earlier run", got, "Give another."))
 
     def claim(self, task: str, identity: dict[str, Any]) -> None:
         """Enter a task, or check that model and data are those it was begun with."""
+        self.check(task, identity)
         tasks = self._tasks()
-        if task in tasks:
-            self.check(task, identity)
-            return
-        (self.path / task).mkdir(parents=True, exist_ok=True)
-        self._write({**tasks, task: identity})
+        if task not in tasks:
+            (self.path / task).mkdir(parents=True, exist_ok=True)
+            tf32 = {"products": torch.backends.cuda.matmul.allow_tf32, "convolutions": torch.backends.cudnn.allow_tf32}
+            values: dict[str, object] = {"settings": asdict(self.settings), "tasks": {**tasks, task: identity}}
+            save_json(self._file, "reproduce", {**values, "versions": versions(), "tf32": tf32})
 
     def check(self, task: str, identity: dict[str, Any]) -> None:
         """Refuse a model or data other than those that the task was begun with."""
         before = self.task(task)
         if before is not None:
-            _must_agree(identity, before, self.path, f" of {task}")
+            self._must_agree(identity, before, f" of {task}")
 
     def task(self, name: str) -> dict[str, Any] | None:
         """The identity of a task's model and data; None if it has not been begun."""
         return self._tasks().get(name)
 
     def _tasks(self) -> dict[str, Any]:
-        found = load_json(self._settings)["tasks"] if self._settings.exists() else {}
-        assert isinstance(found, dict)
-        return found
+        return dict(load_json(self._file)["tasks"]) if self._file.exists() else {}
 
     def file(self, task: str, name: str) -> Path:
         """The path of a file of a task."""
@@ -94,46 +91,27 @@ class Folder:
         path = self.file(task, f"{key}.json")
         if not path.exists():
             return None
-        self.file(task, f"{key}.checkpoint").unlink(missing_ok=True)  # of a run that was ended right after it finished
+        self.file(task, f"{key}.checkpoint").unlink(missing_ok=True)  # of a run that was killed right after it finished
         return load_json(path)
 
     def keep(self, task: str, key: str, kind: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Write the numbers of a finished step."""
+        """Write the numbers of a finished step, which marks it as finished, and remove its checkpoint."""
         save_json(self.file(task, f"{key}.json"), kind, without_nan(values))
+        self.file(task, f"{key}.checkpoint").unlink(missing_ok=True)
         return values
 
-    def _write(self, tasks: dict[str, Any]) -> None:
-        values: dict[str, object] = {
-            "settings": self._asked,
-            "tasks": tasks,
-            "versions": versions(),
-            "precision": _precision(),
-        }
-        save_json(self._settings, "reproduce", values)
+    def _must_agree(self, now: dict[str, Any], before: dict[str, Any], whose: str) -> None:
+        different = [f"{name} ({before.get(name)}, now {now[name]})" for name in now if now[name] != before.get(name)]
+        if different:
+            got = f"one with other settings{whose}: {', '.join(different)}"
+            advice = "Give another folder with --out, or the settings it was begun with."
+            raise ValueError(message("out", f"a folder of the same run ({self.path})", got, advice))
 
 
 def versions() -> dict[str, str]:
     """Versions of everything that numbers depend on."""
     found = {"neuromanifold": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
-
-
-def _precision() -> dict[str, bool]:
-    """Whether a GPU may round products of float32 to TF32."""
-    return {
-        "tf32 in products": torch.backends.cuda.matmul.allow_tf32,
-        "tf32 in convolutions": torch.backends.cudnn.allow_tf32,
-    }
-
-
-def _must_agree(now: dict[str, Any], before: dict[str, Any], path: Path, whose: str) -> None:
-    different = [f"{name} ({before.get(name)}, now {now[name]})" for name in now if now[name] != before.get(name)]
-    if different:
-        got = f"one with other settings{whose}: {', '.join(different)}"
-        advice = "Give another folder with --out, or the settings it was begun with."
-        raise ValueError(message("out", f"a folder of the same run ({path})", got, advice))

@@ -8,102 +8,80 @@ from importlib.util import find_spec
 
 from neuromanifold.core.checks import message
 from neuromanifold.experiments.paper.columns import COLUMNS
-from neuromanifold.experiments.paper.folder import Folder, Settings
-from neuromanifold.experiments.paper.measure import Watch, describe, exact_diagonal, measure, wanted_columns
-from neuromanifold.experiments.paper.pictures import draw_histograms, draw_passes
-from neuromanifold.experiments.paper.sources import Prepared, Source, Tell, prepare
-from neuromanifold.experiments.paper.speed import ROUNDS, measure_speed
+from neuromanifold.experiments.paper.figures import draw_histograms, draw_passes
+from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
+from neuromanifold.experiments.paper.run import PaperRun
+from neuromanifold.experiments.paper.sources import Prepared, Source, check_sources, prepare
+from neuromanifold.experiments.paper.speed import measure_speed
 from neuromanifold.experiments.paper.table import write_tables
 from neuromanifold.experiments.paper.tasks import PaperTask
+from neuromanifold.results.files import byte_size
 
 _BYTES = 8  # of a diagonal for each parameter: value and standard error
 
 
-def reproduce(
-    tasks: Sequence[PaperTask],
-    folder: Folder,
-    settings: Settings,
-    sources: Mapping[str, Source],
-    tell: Tell,
-    watch: Watch,
-    keep: bool = True,
-    rounds: int = ROUNDS,
-    most_probes: int | None = None,
-) -> str:
-    """Run what is not yet finished of the tasks; returns the table of everything in the folder.
+def reproduce(run: PaperRun, tasks: Sequence[PaperTask], sources: Mapping[str, Source]) -> str:
+    """PaperRun the unfinished steps of the tasks, and return the table of everything in the folder.
 
-    Args:
-        tasks: of `TASKS`.
-        folder: where everything is kept, and found again.
-        settings: those of the folder.
-        sources: by task, what to use instead of the hub's names.
-        tell: called with a line about what has been found.
-        watch: makes the progress observer of a run.
-        keep: the diagonals of the table's columns as well, and not only the exact one.
-        rounds: of the timing; 0 for none.
-        most_probes: where the curve over probes ends, if not at C - 1.
-
+    `sources` has for a task the model and data to use instead of those on the hub.
     """
     text = ""
     for task in tasks:
-        prepared = prepare(task, sources.get(task.name, Source()), settings, folder, tell)
-        _check_space(prepared, folder, keep)
-        _say_facts(prepared, folder, tell)
-        _measure_all(prepared, folder, settings.seed, tell, watch, keep, most_probes)
-        if rounds:
-            speed = measure_speed(prepared, folder, rounds)
-            tell(f"{task.name}: timed on {speed['device']}")
-        _draw(prepared, folder, settings, tell, watch)
-        text = write_tables(folder)
+        check_sources(task, sources.get(task.name, Source()))
+    for task in tasks:
+        prepared = prepare(run, task, sources.get(task.name, Source()))
+        _check_space(run, prepared)
+        _log_facts(run, prepared)
+        _measure_all(run, prepared)
+        if run.rounds:
+            run.log(f"{task.name}: timed on {measure_speed(prepared, run.folder, run.rounds)['device']}")
+        _draw(run, prepared)
+        text = write_tables(run.folder)
     return text
 
 
-def _measure_all(
-    prepared: Prepared, folder: Folder, seed: int, tell: Tell, watch: Watch, keep: bool, most_probes: int | None
-) -> None:
-    task = prepared.task.name
-    columns = wanted_columns(prepared, most_probes)
-    pending = [column for column in columns if folder.numbers(task, column.key) is None]
+def _measure_all(run: PaperRun, prepared: Prepared) -> None:
+    task, columns = prepared.name, wanted_columns(prepared, run.most_probes)
+    pending = [column for column in columns if run.folder.numbers(task, column.key) is None]
     if len(pending) < len(columns):
-        tell(f"{task}: {len(columns) - len(pending)} of {len(columns)} estimators were finished before")
+        run.log(f"{task}: {len(columns) - len(pending)} of {len(columns)} estimators were finished before")
     if not pending:
         return
-    exact = exact_diagonal(prepared, folder, seed, watch)
+    exact = exact_diagonal(run, prepared)
     p = exact.provenance
-    tell(f"{task}: exact, {p.passes / p.batches:g} passes a batch, trace {exact.trace.sum:.4g}")
+    run.log(f"{task}: exact, {p.passes / p.batches:g} passes per batch, trace {exact.trace.sum:.4g}")
     for column in pending:
-        numbers = measure(prepared, column, exact, folder, seed, watch, keep)
+        numbers = measure(run, prepared, column, exact)
         errors = ", ".join(f"{group} {found['relmae']:.3g}" for group, found in numbers["errors"].items())
-        tell(f"{task}: {column.text} per {column.per}, {numbers['passes']:g} passes a batch: RelMAE {errors}")
+        run.log(f"{task}: {column.text} per {column.per}, {numbers['passes']:g} passes per batch: RelMAE {errors}")
 
 
-def _draw(prepared: Prepared, folder: Folder, settings: Settings, tell: Tell, watch: Watch) -> None:
+def _draw(run: PaperRun, prepared: Prepared) -> None:
     """Plot if matplotlib is installed; a rerun with it makes only the plots."""
-    task = prepared.task
     if find_spec("matplotlib") is None:
-        tell(f"{task.name}: no plots, since matplotlib is missing: pip install 'neuromanifold[plots]', then run again.")
+        advice = "pip install 'neuromanifold[plots]', then run again."
+        run.log(f"{prepared.name}: no plots, since matplotlib is missing: {advice}")
         return
-    if not folder.file(task.name, "histograms.pdf").exists():
-        draw_histograms(folder, task, prepared.title, exact_diagonal(prepared, folder, settings.seed, watch).sums)
-    draw_passes(folder, task, prepared.title, prepared.data.samples, prepared.data.batch_size, prepared.classes)
+    if not run.folder.file(prepared.name, "histograms.pdf").exists():
+        draw_histograms(run.folder, prepared, exact_diagonal(run, prepared).sums)
+    draw_passes(run.folder, prepared)
 
 
-def _say_facts(prepared: Prepared, folder: Folder, tell: Tell) -> None:
-    facts = describe(prepared, folder)
+def _log_facts(run: PaperRun, prepared: Prepared) -> None:
+    facts = describe(run, prepared)
     said = [prepared.model.about, prepared.data.about, f"C = {prepared.classes}"]
     said.append(f"mean largest probability {facts['mean_largest_probability']:.3f}")
     said += [f"{100 * facts['accuracy']:.1f} % accuracy"] if facts["accuracy"] is not None else []
-    tell(f"{prepared.task.name}: {'; '.join(said)}")
+    run.log(f"{prepared.name}: {'; '.join(said)}")
 
 
-def _check_space(prepared: Prepared, folder: Folder, keep: bool) -> None:
+def _check_space(run: PaperRun, prepared: Prepared) -> None:
     """Refuse before a run of hours if the disk has no room for the diagonals and a checkpoint that is replaced."""
-    task = prepared.task.name
-    done = sum(folder.file(task, f"{column.key}.safetensors").exists() for column in COLUMNS)
-    files = 3 + (len(COLUMNS) - done if keep else 0)
+    done = sum(run.folder.file(prepared.name, f"{column.key}.safetensors").exists() for column in COLUMNS)
+    files = 3 + (len(COLUMNS) - done if run.keep else 0)
     need = _BYTES * files * sum(parameter.numel() for parameter in prepared.module.parameters())
-    free = shutil.disk_usage(folder.path).free
+    free = shutil.disk_usage(run.folder.path).free
     if need > free:
         advice = "Make room, choose another folder with --out, or keep only the exact diagonals with --exact-only."
-        got = f"{free / 1e9:,.1f} GB in {folder.path}"
-        raise ValueError(message("out", f"where {need / 1e9:,.1f} GB are free (task {task})", got, advice))
+        expected = f"where {byte_size(need)} are free (task {prepared.name})"
+        raise ValueError(message("out", expected, f"{byte_size(free)} in {run.folder.path}", advice))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 from neuromanifold.diagnostics.memory import free
-from neuromanifold.experiments.paper.folder import Folder, Settings
+from neuromanifold.experiments.paper.folder import PaperSettings
+from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.tasks import PaperTask
 from neuromanifold.hf import (
-    FunctionData,
     LabelError,
     LoadedData,
     LoadedModel,
     LoadError,
     Task,
     check_data_source,
+    check_model_source,
     load_data,
     load_model,
 )
@@ -31,9 +32,8 @@ from neuromanifold.hf.functions import is_function_name
 from neuromanifold.hf.tables import BUILDERS, read_table
 from neuromanifold.problem.fingerprint import fingerprint
 
-_PART = 4  # of the free memory, one in so many
+_PART = 4  # one in so many bytes of the free memory is for batches that every estimator reads again
 _LOCAL = {"model": "FOLDER", "data": "FILE"}
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task that can be run."""
+    """A task with its model and its rows."""
 
     task: PaperTask
     model: LoadedModel
@@ -55,6 +55,11 @@ class Prepared:
     labelled: bool  # whether the rows have labels of the model's classes
     left_out: int  # rows that had none
     own: bool  # whether model or data are not those that the task names
+
+    @property
+    def name(self) -> str:
+        """The task's name on the command line and in the folder."""
+        return self.task.name
 
     @property
     def module(self) -> nn.Module:
@@ -68,7 +73,7 @@ class Prepared:
 
     @property
     def classes(self) -> int:
-        """C, as the network has it."""
+        """The network's number of classes C."""
         return self.model.classes or self.task.classes
 
     def batches(self, count: int) -> list[dict[str, Any]]:
@@ -78,31 +83,39 @@ class Prepared:
         return [made[i % len(made)] for i in range(count)]
 
 
-def prepare(task: PaperTask, source: Source, settings: Settings, folder: Folder, tell: Tell) -> Prepared:
-    """Load the model, choose the rows, and enter both into the folder."""
+def check_sources(task: PaperTask, source: Source) -> None:
+    """Raise a LoadError for local files that cannot be used, before anything is loaded."""
+    model, data = source.model or task.model, source.data or task.data
     with _hints(task, source):
-        check_data_source(source.data or task.data)
-        model = _model(task, source, settings)
-        data = _data(task, source, settings, model, labels=True)
+        if is_function_name(model):
+            raise LoadError(f"`model`: {model} is a function; here it must be a folder or a name on the hub.")
+        if is_function_name(data):
+            raise LoadError(f"`data`: {data} is a function; here it must be a file, a folder or a name on the hub.")
+        check_data_source(data)
+        check_model_source(model)
+
+
+def prepare(run: PaperRun, task: PaperTask, source: Source) -> Prepared:
+    """Load the model, choose the rows, and enter both into the folder."""
+    folder, settings = run.folder, run.folder.settings
+    with _hints(task, source):
+        model = _load_model(task, source, settings)
+        data = _load_data(task, source, settings, model, labels=True)
         begun = {"model": model.about, "source": data.about}
         folder.check(task.name, begun)
-        rows, labelled, left_out = _rows(data, model, task, settings, folder, tell)
+        rows, labelled, left_out = _rows(run, task, model, data)
         if not labelled:
-            data = _data(task, source, settings, model, labels=False)
+            data = _load_data(task, source, settings, model, labels=False)
     own = source.model is not None or source.data is not None
     about = f"{data.about}, {len(rows):,} of them drawn with seed {settings.seed}"
     about += f", {left_out:,} without a usable label left out" if left_out else ""
-    data = replace(data, rows=tuple(rows), about=about).cached(_room())
+    memory = (free(torch.device("cpu")) or 0) // _PART
+    data = replace(data, rows=tuple(rows), about=about).cached(memory)
     prepared = Prepared(task, model, data, labelled, left_out, own)
     folder.claim(task.name, {**begun, **_identity(prepared)})
     if folder.numbers(task.name, "rows") is None:
         folder.keep(task.name, "rows", "rows", {"rows": rows, "labelled": labelled, "left_out": left_out})
     return prepared
-
-
-def _room() -> int:
-    """Bytes for batches that every estimator reads again: a part of the free memory."""
-    return (free(torch.device("cpu")) or 0) // _PART
 
 
 @contextmanager
@@ -116,52 +129,45 @@ def _hints(task: PaperTask, source: Source) -> Iterator[None]:
         raise LoadError(f"Task {task.name}: {error}{hint}") from error
 
 
-def _model(task: PaperTask, source: Source, settings: Settings) -> LoadedModel:
-    where = source.model or task.model
-    if is_function_name(where):
-        raise LoadError(f"`model`: {where} is a function; here it must be a folder or a name on the hub.")
+def _load_model(task: PaperTask, source: Source, settings: PaperSettings) -> LoadedModel:
     loaded = load_model(
-        where,
+        source.model or task.model,
         task=task.kind,
         classes=None if task.fine_tuned else task.classes,
         dtype=settings.dtype,
         device=settings.device,
         seed=settings.seed,
-        revision=None if source.model else "main",  # by this name the hub's weights are had as safetensors, too
+        revision=None if source.model else "main",  # by this name the hub offers converted safetensors, too
     )
     if task.class_names and not loaded.class_names and (source.model is None or not task.fine_tuned):
         loaded = replace(loaded, class_names=dict(task.class_names))
     return loaded
 
 
-def _data(task: PaperTask, source: Source, settings: Settings, model: LoadedModel, labels: bool) -> LoadedData:
+def _load_data(
+    task: PaperTask, source: Source, settings: PaperSettings, model: LoadedModel, labels: bool
+) -> LoadedData:
     """All rows in a random order."""
     where = source.data or task.data
+    places = getattr(model.config, "max_position_embeddings", None) if task.kind is Task.TEXT else None
     try:
-        loaded = _loaded(where, task, source, settings, model, labels)
+        loaded = load_data(
+            where,
+            model,
+            split="train",
+            subset=task.subset if source.data is None else None,
+            columns=_columns(task, source),
+            labels=labels,
+            batch_size=settings.batch_size,
+            max_length=min(task.longest, places) if task.longest and places else task.longest,
+            seed=settings.seed,
+        )
     except RuntimeError as error:  # a data set that is made by a script, which the hub's library no longer runs
         if Path(where).expanduser().exists():
             raise
         raise hub_error("data", where, error) from error
-    if not isinstance(loaded, LoadedData):
-        raise LoadError(f"`data`: {where} is a function; here it must be a file, a folder or a name on the hub.")
+    assert isinstance(loaded, LoadedData)  # functions are refused before
     return replace(loaded, about=loaded.about.replace(", all of ", ", "))
-
-
-def _loaded(
-    where: str, task: PaperTask, source: Source, settings: Settings, model: LoadedModel, labels: bool
-) -> LoadedData | FunctionData:
-    return load_data(
-        where,
-        model,
-        split="train",
-        subset=task.subset if source.data is None else None,
-        columns=_columns(task, source),
-        labels=labels,
-        batch_size=settings.batch_size,
-        max_length=_longest(task, model),
-        seed=settings.seed,
-    )
 
 
 def _columns(task: PaperTask, source: Source) -> dict[str, str] | None:
@@ -178,20 +184,13 @@ def _columns(task: PaperTask, source: Source) -> dict[str, str] | None:
     return unusual or None
 
 
-def _longest(task: PaperTask, model: LoadedModel) -> int | None:
-    places = getattr(model.config, "max_position_embeddings", None) if task.kind is Task.TEXT else None
-    return min(task.longest, places) if task.longest and places else task.longest
-
-
-def _rows(
-    data: LoadedData, model: LoadedModel, task: PaperTask, settings: Settings, folder: Folder, tell: Tell
-) -> tuple[list[int], bool, int]:
+def _rows(run: PaperRun, task: PaperTask, model: LoadedModel, data: LoadedData) -> tuple[list[int], bool, int]:
     """The first rows with a usable label; all rows, and False, where most have none.  And how many were left out."""
-    kept = folder.numbers(task.name, "rows")
+    kept, settings = run.folder.numbers(task.name, "rows"), run.folder.settings
     if kept is not None:
         return list(kept["rows"]), bool(kept["labelled"]), int(kept["left_out"])
     wanted, size = settings.batches * settings.batch_size, settings.batch_size
-    tell(f"{task.name}: choosing {min(wanted, len(data.rows)):,} of {len(data.rows):,} rows")
+    run.log(f"{task.name}: choosing {min(wanted, len(data.rows)):,} of {len(data.rows):,} rows")
     good: list[int] = []
     seen, reason = 0, ""
     while len(good) < wanted and seen < len(data.rows):
@@ -203,20 +202,20 @@ def _rows(
     if 2 * len(good) >= seen:
         return good, True, seen - len(good)
     missing = f"{seen - len(good):,} of {seen:,} rows have no label of the {model.classes} classes"
-    tell(f"{task.name}: {missing}, so columns that need labels stay empty. ({reason})")
+    run.log(f"{task.name}: {missing}, so columns that need labels stay empty. ({reason})")
     return list(data.rows[:wanted]), False, 0
 
 
 def _usable(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
-    """Those rows whose labels are classes of the model, and what is said of the first other one."""
+    """The rows whose labels are classes of the model, and the error message of the first other one."""
     try:
         data.collate(rows)
     except LabelError as error:
         if len(rows) == 1:
             return [], str(error)
         half = len(rows) // 2
-        parts = [_usable(data, part) for part in (rows[:half], rows[half:])]
-        return parts[0][0] + parts[1][0], parts[0][1] or parts[1][1]
+        (first, why), (second, also) = (_usable(data, part) for part in (rows[:half], rows[half:]))
+        return first + second, why or also
     return rows, ""
 
 

@@ -24,56 +24,55 @@ from torch import Tensor
 
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column
 from neuromanifold.experiments.paper.folder import Folder
+from neuromanifold.experiments.paper.run import TIMING_ROUNDS
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.problem.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.granularity import SlowPathWarning
 
-ROUNDS = 5
 LEFT_OUT, TIMED = 1, 2  # batches at the beginning of a run, and those that count in each round
 _LEFT_OUT_ON_GPU, _TIMED_ON_GPU = 9, 4
 _FEW = 8  # passes: what takes more is timed once
 
-Batch = dict[str, Tensor]
 
-
-def measure_speed(prepared: Prepared, folder: Folder, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure_speed(prepared: Prepared, folder: Folder, rounds: int = TIMING_ROUNDS) -> dict[str, Any]:
     """Time every column; the result is kept in speed.json and read from there the next time."""
-    kept = folder.numbers(prepared.task.name, "speed")
+    kept = folder.numbers(prepared.name, "speed")
     if kept is not None:
         return kept
     device = model_device(prepared.module)
-    left_out, timed = (_LEFT_OUT_ON_GPU, _TIMED_ON_GPU) if device.type == "cuda" else (LEFT_OUT, TIMED)
+    gpu = device.type == "cuda"
+    left_out, timed = (_LEFT_OUT_ON_GPU, _TIMED_ON_GPU) if gpu else (LEFT_OUT, TIMED)
     batches = [_ready(batch, device) for batch in prepared.batches(left_out + timed)]
-    often, once = ((EXACT, *COLUMNS), ()) if prepared.classes <= _FEW else (COLUMNS, (EXACT,))
+    often = (EXACT, *COLUMNS) if prepared.classes <= _FEW else COLUMNS
     seconds: dict[str, list[float]] = {column.key: [] for column in (EXACT, *COLUMNS)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPathWarning)
         for column in COLUMNS:  # compile kernels and allocate memory before the first round
-            _seconds(prepared, column, batches if device.type == "cuda" else batches[:1], device, left_out)
+            _seconds(prepared, column, batches if gpu else batches[:1], device, left_out)
         for _ in range(rounds):
             for column in often:
                 seconds[column.key] += _seconds(prepared, column, batches, device, left_out)
-        for column in once:
-            seconds[column.key] += _seconds(prepared, column, batches[:2], device, 1)
+        if EXACT not in often:
+            seconds[EXACT.key] += _seconds(prepared, EXACT, batches[:2], device, 1)
     values = {
         "seconds": {key: median(found) for key, found in seconds.items()},
         "batches_timed": {key: len(found) for key, found in seconds.items()},
         "batch_size": prepared.data.batch_size,
         "rounds": rounds,
-        "device": device_name(device),
+        "device": _device_name(device),
     }
-    return folder.keep(prepared.task.name, "speed", "speed", values)
+    return folder.keep(prepared.name, "speed", "speed", values)
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """The name of the GPU, or the CPU with its number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}, processor time"
 
 
-def _ready(batch: Batch, device: torch.device) -> Batch:
+def _ready(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A batch on the device, with labels: zeros where the data have none, since only the time is of interest."""
     samples = len(next(iter(batch.values())))
     labels = batch.get("labels", torch.zeros(samples, dtype=torch.int64))
@@ -81,13 +80,13 @@ def _ready(batch: Batch, device: torch.device) -> Batch:
 
 
 def _seconds(
-    prepared: Prepared, column: Column, batches: list[Batch], device: torch.device, left_out: int
+    prepared: Prepared, column: Column, batches: list[dict[str, Tensor]], device: torch.device, left_out: int
 ) -> list[float]:
     """The seconds of each batch but the first `left_out`."""
     moments: list[float] = []
     clock = time.process_time if device.type == "cpu" else time.perf_counter
 
-    def noted() -> Iterator[Batch]:
+    def noted() -> Iterator[dict[str, Tensor]]:
         for batch in [*batches, None]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -96,10 +95,6 @@ def _seconds(
                 yield batch
 
     fisher_diagonal(
-        prepared.module,
-        noted(),
-        column.estimator,
-        likelihood=prepared.model.likelihood,
-        granularity=column.granularity,
+        prepared.module, noted(), column.estimator, prepared.model.likelihood, granularity=column.granularity
     )
     return [after - before for before, after in pairwise(moments[left_out:])]

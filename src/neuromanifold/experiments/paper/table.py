@@ -14,8 +14,9 @@ from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
 from neuromanifold.results.files import save_text
 from neuromanifold.results.table import aligned, text_table
 
-GROUPS = {"all": "all parameters", "rest": "all but embeddings", "embeddings": "embeddings"}
-_SHORT = {"all": "RelMAE", "rest": "but emb.", "embeddings": "embeddings"}
+_GROUPS = {"all": "all parameters", "rest": "all but embeddings", "embeddings": "embeddings"}
+_HEADS = {"all": "RelMAE", "rest": "but emb.", "embeddings": "embeddings"}
+_QUANTITIES = ("relmae", "relmae_positive", "mae", "mean_ratio", "cosine", "rank_correlation", "entries", "positive")
 NOTES = """\
 RelMAE: mean of |estimate - F|/(F + 1e-12) over all entries, F the exact diagonal summed over the samples.
 ×: speed, the time for a batch of the squared batch gradient over the estimator's (larger is faster), medians.
@@ -55,7 +56,7 @@ class TaskNumbers:
     def groups(self) -> list[str]:
         """Groups of parameters: embeddings and the rest apart, where there are embeddings."""
         has = "embeddings" in self.columns[EXACT.key]["errors"]
-        return [group for group in GROUPS if group == "all" or has]
+        return [group for group in _GROUPS if group == "all" or has]
 
     @property
     def finished(self) -> list[Column]:
@@ -99,19 +100,17 @@ def as_text(tasks: Sequence[TaskNumbers]) -> str:
 def as_csv(tasks: Sequence[TaskNumbers]) -> str:
     """A line for each task, group of parameters and estimator."""
     out = io.StringIO()
-    quantities = ("relmae", "relmae_positive", "mae", "mean_ratio", "cosine", "rank_correlation", "entries", "positive")
-    head = ["task", "group", "column", "estimator", "per", "target", "passes", *quantities]
+    head = ["task", "group", "column", "estimator", "per", "target", "passes", *_QUANTITIES]
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*head, "seconds_per_batch", "speed", "paper_relmae", "paper_speed"])
     for one in tasks:
         for column in one.finished:
-            numbers, printed = one.columns[column.key], one.task.printed.get(column.key)
+            numbers = one.columns[column.key]
             what = [numbers["estimator"], column.per, numbers["target"], numbers["passes"]]
-            paper = (printed.relmae, printed.speed) if printed else (None, None)
+            times = [one.seconds.get(column.key), one.speed(column), *one.task.printed.get(column.key, (None, None))]
             for group, errors in numbers["errors"].items():
-                measured = [errors[quantity] for quantity in quantities]
-                speed = [one.seconds.get(column.key), one.speed(column)]
-                writer.writerow([one.task.name, group, column.key, *what, *measured, *speed, *paper])
+                measured = [errors[quantity] for quantity in _QUANTITIES]
+                writer.writerow([one.task.name, group, column.key, *what, *measured, *times])
     return out.getvalue()
 
 
@@ -156,32 +155,37 @@ def _overview(tasks: Sequence[TaskNumbers], group: str) -> str:
         if group == "all":
             printed = [one.task.printed.get(column.key) for column in COLUMNS]
             rows.append(["  paper", *(f"{p.relmae:g} ×{p.speed:.2f}" if p else "" for p in printed)])
-    return "\n".join([f"RelMAE, {GROUPS[group]}", *aligned(rows), ""])
+    return "\n".join([f"RelMAE, {_GROUPS[group]}", *aligned(rows), ""])
 
 
 def _details(one: TaskNumbers) -> str:
     a, confidence, accuracy = one.about, one.facts.get("mean_largest_probability"), one.facts.get("accuracy")
-    lines = [f"{'In place of ' if a['own'] else ''}{one.task.title}: {a['model']}; {a['data']}"]
     said = [f"{a['parameters']:,} parameters", f"C = {a['classes']}", f"{a['samples']:,} samples"]
     said += [f"mean largest probability {confidence:.3f}"] if confidence is not None else []
     said += [f"accuracy {accuracy:.3f}"] if accuracy is not None else []
-    lines.append("; ".join([*said, *([f"times on {one.device}"] if one.device else [])]))
-    coarse = one.columns.get(OURS[-1].key, {}).get("without_rule", [])
-    if coarse:
+    said += [f"times on {one.device}"] if one.device else []
+    lines = [f"{'In place of ' if a['own'] else ''}{one.task.title}: {a['model']}; {a['data']}", "; ".join(said)]
+    if coarse := one.columns.get(OURS[-1].key, {}).get("without_rule", []):
         shown = ", ".join(coarse[:2]) + (f" and {len(coarse) - 2} more" if len(coarse) > 2 else "")
         lines.append(f"squared per batch in every row, since no per-sample rule applies: {shown}")
-    rows = []
-    for column in one.finished:
-        numbers, speed = one.columns[column.key], one.speed(column)
-        everything, rank = numbers["errors"]["all"], numbers["errors"]["all"]["rank_correlation"]
-        errors = [numbers["errors"][group]["relmae"] for group in one.groups]
-        measured = ["" if x is None else f"{x:.3g}" for x in (*errors, everything["mae"], one.seconds.get(column.key))]
-        measured.insert(-1, "-" if rank is None else f"{rank:.4f}")
-        rows.append([numbers["estimator"], column.per, f"{numbers['passes']:g}", *measured])
-        rows[-1].append("" if speed is None else f"×{speed:.2f}")
-    heads = [_SHORT[group] for group in one.groups]
-    header = ["estimator", "per", "passes", *heads, "MAE", "rank corr.", "s/batch", "speed"]
-    return "\n".join([*lines, text_table(header, rows, left=2), ""])
+    header = ["estimator", "per", "passes", *(_HEADS[group] for group in one.groups)]
+    header += ["MAE", "rank corr.", "s/batch", "speed"]
+    return "\n".join([*lines, text_table(header, [_row(one, column) for column in one.finished], left=2), ""])
+
+
+def _row(one: TaskNumbers, column: Column) -> list[str]:
+    numbers, seconds, speed = one.columns[column.key], one.seconds.get(column.key), one.speed(column)
+    errors, rank = numbers["errors"], numbers["errors"]["all"]["rank_correlation"]
+    measured = [*(errors[group]["relmae"] for group in one.groups), errors["all"]["mae"]]
+    return [
+        numbers["estimator"],
+        column.per,
+        f"{numbers['passes']:g}",
+        *("" if x is None else f"{x:.3g}" for x in measured),
+        "-" if rank is None else f"{rank:.4f}",
+        "" if seconds is None else f"{seconds:.3g}",
+        "" if speed is None else f"×{speed:.2f}",
+    ]
 
 
 def _shown(error: float | None) -> str:

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from neuromanifold.core.checks import message
 from neuromanifold.hf import Task
 
-_PRINTED = (
-    "squared_batch_gradient",
-    "hutchinson_by_batches",
-    "upper_by_batches",
-    "lower_by_batches",
-    "lower2_by_batches",
-)
+_PRINTED = ("squared_batch_gradient", *(f"{name}_per_batch" for name in ("hutchinson", "upper", "lower", "lower2")))
 _COMMANDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go", "_silence_", "_unknown_")
 
 
-@dataclass(frozen=True)
-class Printed:
+class Printed(NamedTuple):
     """A cell of the paper's table."""
 
     relmae: float
@@ -38,7 +32,7 @@ class PaperTask:
     title: str
     kind: Task
     classes: int
-    fine_tuned: bool  # else a classifier is drawn
+    fine_tuned: bool  # else a classifier is initialized
     model: str  # on the hub
     data: str  # on the hub
     printed: Mapping[str, Printed]  # by column

@@ -1,0 +1,1 @@
+"""The commands, one file each; what they share is in the folder above."""

@@ -1,0 +1,109 @@
+"""`neuromanifold estimate`: from a model and data to a Fisher file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neuromanifold.cli.console import print_result, progress_bar
+from neuromanifold.cli.files import check_output
+from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress, Setup, option, run_option, with_setup
+from neuromanifold.cli.parsing import parse_estimator, parse_granularity, parse_shard
+from neuromanifold.core.checks import message
+from neuromanifold.problem.parameters import select_parameters
+from neuromanifold.results.files import check_destination
+from neuromanifold.run.checkpoint import Checkpoint
+from neuromanifold.run.fisher import fisher_diagonal
+
+_PRINTED = ("trace", "estimator", "right for F", "samples", "batches", "ended")
+_INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
+
+
+@with_setup
+def estimate_command(
+    setup: Setup,
+    output: Annotated[
+        Path, run_option("File to write (safetensors); replaced if it exists.", "--output", "-o", metavar="FILE")
+    ],
+    estimator: EstimatorName = "Hutchinson()",
+    granularity: GranularityName = "auto",
+    rtol: Annotated[
+        float | None, option("Estimate", "Stop once the relative standard error is this small, e.g. 0.05.")
+    ] = None,
+    strict: Annotated[
+        bool, option("Estimate", "Exit with code 3 if --rtol is not reached; the result is written.", "--strict")
+    ] = False,
+    noise_seed: Annotated[
+        int | None, run_option("Random seed of the probes alone. Default: --seed.", metavar="N", min=0)
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        run_option(
+            "File for the state of the run: the same command resumes from it, to the same numbers. Removed once the "
+            "result is written.",
+            metavar="FILE",
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        float | None,
+        run_option(
+            "Interval. Default: 30, or more where writing would take 5 % of the time.", metavar="SECONDS", min=0
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        run_option("Only batches I, I+N, I+2N, ... (0 <= I < N); `neuromanifold combine` adds them.", metavar="I/N"),
+    ] = None,
+    no_progress: NoProgress = False,
+) -> None:
+    """Estimate the diagonal of a network's Fisher information, with standard errors, and write it to a file.
+
+    Ctrl-C ends the run early and writes the result so far.  Examples:
+
+        neuromanifold estimate -m ./model -d reviews.csv -o fim.safetensors
+
+        neuromanifold estimate -m distilbert-base-uncased-finetuned-sst-2-english -d glue --subset sst2 \
+-o fim.safetensors --rtol 0.05
+
+        neuromanifold estimate -m my.module:model -d my.module:batches -o fim.safetensors -e Exact
+    """
+    check_output(output, checkpoint, setup.data)
+    if checkpoint is not None:
+        check_output(checkpoint, setup.data)
+    if strict and rtol is None:
+        raise ValueError(message("strict", "given together with --rtol", "no --rtol"))
+    chosen, squared, part = parse_estimator(estimator), parse_granularity(granularity), parse_shard(shard)
+    model = setup.load_model(fixed_size="--checkpoint or --shard" if checkpoint is not None or part is not None else "")
+    run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
+    entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
+    check_destination(output, 8 * entries)
+    data = setup.load_data(model, chosen.needs_labels, **run)
+    with progress_bar(data, not no_progress) as progress:
+        result = fisher_diagonal(
+            model.module,
+            data,
+            seed=setup.seed if noise_seed is None else noise_seed,
+            rtol=rtol,
+            progress=progress,
+            checkpoint=None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every),
+            shard=part,
+            on_interrupt="return",
+            **run,
+        )
+    p = result.provenance
+    result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
+    result.save(output)
+    also: dict[str, object] = {"written": output}
+    interrupted = p.stopped.startswith("interrupted")
+    if checkpoint is not None and interrupted:
+        also["to resume"] = f"run the same command again ({checkpoint})"
+    elif checkpoint is not None:
+        checkpoint.unlink(missing_ok=True)
+    print_result(result, only=_PRINTED, also=also)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
+    if strict and "not reached" in p.stopped:
+        raise typer.Exit(_NOT_REACHED)
