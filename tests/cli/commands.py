@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from neuromanifold.cli.app import app
-from tests.hf.tiny import images, reviews, sentences, sounds, write_csv, write_jsonl
+from tests.hf.tiny import clips, images, reviews, sentences, write_csv, write_jsonl
 
 Folder = Callable[[str], Path]
 
@@ -54,7 +54,7 @@ def write_data(kind: str, folder: Path, count: int = 6) -> tuple[Path, list[obje
         case "image":
             return images(folder / "images.npz", count), []
         case "audio":
-            return sounds(folder / "sounds.npz", min(count, 5)), []
+            return clips(folder / "clips.npz", min(count, 5)), []
     raise ValueError(kind)
 
 

@@ -154,7 +154,7 @@ def test_images_of_16_bits_are_scaled_and_others_refused(loaded: Callable[[str],
     assert "float32 of shape [20, 24]" in refused(tmp_path / "f.npz", loaded("image"))
 
 
-def test_sound_of_integers_is_scaled(tmp_path: Path) -> None:
+def test_audio_of_integers_is_scaled(tmp_path: Path) -> None:
     extractor = transformers.WhisperFeatureExtractor(feature_size=4, chunk_length=1)
     extractor.save_pretrained(tmp_path)
     config = transformers.WhisperConfig(
@@ -171,7 +171,7 @@ def test_sound_of_integers_is_scaled(tmp_path: Path) -> None:
     torch.testing.assert_close(one["input_features"], two["input_features"])  # type: ignore[call-overload, index]
 
 
-def test_sounds_without_length_or_with_channels(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+def test_audio_without_length_or_with_channels(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     audio, model = np.ones((2, 800), np.float32), loaded("audio")
     for lengths in ([800, 0], [801, 800], [-5, 800]):
         np.savez(tmp_path / "a.npz", audio=audio, lengths=np.array(lengths))

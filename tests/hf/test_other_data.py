@@ -1,4 +1,4 @@
-"""Images, sound, arrays, tables of numbers, and functions of one's own."""
+"""Images, audio, arrays, tables of numbers, and functions of one's own."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.hf import LoadedModel, LoadError, load_data, load_model
-from tests.hf.tiny import images, sounds, transformers, write_csv
+from tests.hf.tiny import clips, images, transformers, write_csv
 
 Folder = Callable[[str], Path]
 
@@ -61,8 +61,8 @@ def test_images_in_folders_and_in_tables_are_the_same(loaded: Callable[[str], Lo
     assert torch.equal(batches(tmp_path / "t.parquet", loaded("image"))[0]["pixel_values"], same["pixel_values"])
 
 
-def test_sound_of_an_array_is_cut_to_its_length(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
-    path, model = sounds(tmp_path / "s.npz"), loaded("audio")
+def test_audio_of_an_array_is_cut_to_its_length(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    path, model = clips(tmp_path / "s.npz"), loaded("audio")
     (batch,) = batches(path, model)
     lengths = np.load(path)["lengths"][order(5)]
     assert batch["attention_mask"].sum(1).tolist() == lengths.tolist()
@@ -85,16 +85,16 @@ def test_sound_of_an_array_is_cut_to_its_length(loaded: Callable[[str], LoadedMo
         ("ASTFeatureExtractor(num_mel_bins=16, max_length=20)", (5, 20, 16)),
     ],
 )
-def test_sound_for_models_that_take_clips_of_one_length(
+def test_audio_for_models_that_take_clips_of_one_length(
     loaded: Callable[[str], LoadedModel], tmp_path: Path, extractor: str, shape: tuple[int, ...]
 ) -> None:
     eval(f"transformers.{extractor}").save_pretrained(tmp_path)
     model = replace(loaded("audio"), processor=str(tmp_path))
-    (batch,) = batches(sounds(tmp_path / "s.npz"), model, labels=False)
+    (batch,) = batches(clips(tmp_path / "s.npz"), model, labels=False)
     assert [value.shape for value in batch.values()] == [shape]
 
 
-def test_sound_files_are_read_and_resampled(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+def test_audio_files_are_read_and_resampled(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile", reason="needs neuromanifold[hf]")
     wave = 0.3 * np.sin(np.linspace(0, 60, 800)).astype(np.float32)
     for name, values, rate in (("a", wave, 16000), ("b", wave[::2], 8000), ("c", np.stack([wave, wave], 1), 16000)):

@@ -161,7 +161,7 @@ def images(path: Path, count: int = 7) -> Path:
     return path
 
 
-def sounds(path: Path, count: int = 5) -> Path:
+def clips(path: Path, count: int = 5) -> Path:
     generator = np.random.default_rng(0)
     audio = generator.normal(size=(count, 800)).astype(np.float32)
     np.savez(path, audio=audio, lengths=np.array([800, 400, 600, 800, 500])[:count], labels=np.arange(count) % 3)

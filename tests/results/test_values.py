@@ -235,6 +235,22 @@ def test_every_trace_is_one_kind_of_thing() -> None:
     assert nm.fisher_matrix(MODEL, batches(16)).trace.stderr == 0
 
 
+def test_traces_of_scalar_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = network(), nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) * self.scale
+
+    diagonal = nm.fisher_diagonal(Scaled(), batches(16), nm.Exact())
+    assert diagonal["scale"].ndim == 0
+    assert diagonal["scale"] > 0
+    trace = nm.fisher_trace(Scaled(), batches(16), nm.Exact())
+    assert trace.value == pytest.approx(diagonal.trace.value, rel=1e-9)
+
+
 def test_probes_that_are_sent_back_together_are_passes_of_their_own() -> None:
     """Rows that two probes share would be squares of sums, and a spread between passes needs the passes."""
     options = {"reduction": "sum", "seed": 3}

@@ -42,17 +42,19 @@ def parse_columns(text: str | Mapping[str, str] | None, task: Task | None) -> di
         return {}
     pairs = list(text.items()) if isinstance(text, Mapping) else [_pair(item) for item in text.split(",")]
     if len(dict(pairs)) < len(pairs):
-        raise LoadError(message("columns", "with each role once", repr(text)))
+        raise LoadError(message("columns", "pairs role=column, each role once", repr(text)))
     for role, _ in pairs:
         if role not in ROLES[task]:
-            raise LoadError(message("columns", f"role=column with roles among {', '.join(ROLES[task])}", repr(role)))
+            raise LoadError(
+                message("columns", f"pairs role=column with roles among {', '.join(ROLES[task])}", repr(role))
+            )
     return dict(pairs)
 
 
 def _pair(item: str) -> tuple[str, str]:
     role, _, column = item.partition("=")
     if not column.strip():
-        raise LoadError(message("columns", "such as text=sentence,label=class", repr(item)))
+        raise LoadError(message("columns", "pairs such as text=sentence,label=class", repr(item)))
     return role.strip(), column.strip()
 
 
@@ -114,7 +116,7 @@ class LabelReader:
             if self.names and not self.indices:
                 advice = (f"The data name {len(self.names)} classes and the model has {self.classes}: name them 0, 1, "
                           "... by the model's classes, or add label2id to its config.")  # fmt: skip
-            raise LabelError(message("labels", f"numbers of classes{known}", f"{value!r} in row {row}", advice))
+            raise LabelError(message("labels", f"class indices{known}", f"{value!r} in row {row}", advice))
         if self.classes is not None and not 0 <= number < self.classes:
             expected = f"between 0 and {self.classes - 1}, as the model has {self.classes} classes"
             advice = "Only empirical estimates use labels; elsewhere leave them out with --no-labels."

@@ -142,5 +142,5 @@ def _from_function(source: str, batches: int | None) -> FunctionData:
     data = FunctionData(again, source, batches)
     with suppress(TypeError):
         if len(data) == 0:
-            raise LoadError(message("data", "with at least one batch", f"none from {source}"))
+            raise LoadError(message("data", "a function that returns at least one batch", f"none from {source}"))
     return data

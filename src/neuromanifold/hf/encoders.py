@@ -84,7 +84,9 @@ def text_encoder(
 def _word_encoder(tokenizer: Any, options: dict[str, Any], classes: LabelReader) -> Encode:
     """Label each word at its first token; the other tokens do not count.  Without labels, class 0 marks positions."""
     if not tokenizer.is_fast:
-        raise LoadError(message("model", "one with a fast tokenizer", type(tokenizer).__name__, "It aligns words."))
+        raise LoadError(
+            message("model", "one with a fast tokenizer, which aligns words with tokens", type(tokenizer).__name__)
+        )
 
     def encode(values: Values, rows: list[int]) -> dict[str, Tensor]:
         words = [_split(value, row) for value, row in zip(values["words"], rows, strict=True)]
@@ -174,10 +176,8 @@ def _check_tokens(batch: Any, rows: list[int], length: int) -> None:
     """Check that tokenization kept to `length`, which it may silently not, and left each of `rows` a token."""
     found = batch["input_ids"].shape[1]
     if found > length:
-        advice = "Special tokens are added to every text, and cannot be left out."
-        raise LoadError(
-            message("max_length", f"at least {found}, the tokens that stay of each text", str(length), advice)
-        )
+        advice = "They are added to every text, and cannot be cut."
+        raise LoadError(message("max_length", f"at least {found}, the number of special tokens", str(length), advice))
     mask = batch.get("attention_mask")  # a few models take none
     counts = [found] * len(rows) if mask is None else mask.sum(1).tolist()
     empty = next((row for row, count in zip(rows, counts, strict=False) if not count), None)

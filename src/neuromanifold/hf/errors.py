@@ -41,8 +41,8 @@ def short(error: BaseException, length: int = 300) -> str:
 def hub_error(argument: str, source: str, error: Exception) -> LoadError:
     """Return the error for a name that the hub does not have or that cannot be fetched, with how to use local files."""
     return LoadError(
-        f"`{argument}`: {source!r} is no local path, and could not be had from the hub ({short(error)}). If the name "
-        f"is right and the hub cannot be reached: {_LOCAL[argument]}; or fetch it where there is a network "
+        f"`{argument}`: {source!r} is no local path, and could not be fetched from the hub ({short(error)}). If the "
+        f"name is right and the hub cannot be reached: {_LOCAL[argument]}; or fetch it where there is a network "
         f"(hf download {source}{' --repo-type dataset' if argument == 'data' else ''}), copy that cache, point HF_HOME "
         "at it and set HF_HUB_OFFLINE=1."
     )
