@@ -43,6 +43,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of fisher_diagonal
     mixes: bool = False  # samples influence each other: there must be a warning
     changes_itself: bool = False  # forward replaces weights of the model
+    may_warn: bool = False  # logits depend on the place in the batch, so that a warning of mixed samples is true
     may_refuse: bool = False  # may be refused even where there is one batch only, so that nothing can come late
     chosen: dict[str, Any] = field(default_factory=dict)
 

@@ -129,7 +129,7 @@ def inner_derivative_later(m: Maker) -> Case:
         return n.h(z)
 
     inputs = [(x, torch.tensor(i > 0)) for i, x in enumerate(m.inputs(m.d))]
-    return m.case(run, inputs, {"body": body(m), "h": m.head()})
+    return m.case(run, inputs, {"body": body(m), "h": m.head()}, may_warn=how == "sign")
 
 
 @kind

@@ -48,7 +48,7 @@ def zero_at_first(m: Maker) -> Case:
         return n.h(n.b(x.mean(1)) + z)
 
     swap = m.pick("sum", False, True)
-    return m.case(run, flagged(m, m.t, m.d), parts(m))
+    return m.case(run, flagged(m, m.t, m.d), parts(m), may_warn=how == "mask of samples")
 
 
 @kind
@@ -365,7 +365,7 @@ def noise_inside(m: Maker) -> Case:
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).float().to(x.dtype)
         return n.h(torch.tanh(n.b(torch.tanh(n.a(x)) + noise)))
 
-    return m.case(run, m.inputs(m.d), parts(m))
+    return m.case(run, m.inputs(m.d), parts(m), may_warn=True)
 
 
 @kind
@@ -426,4 +426,4 @@ def dead_samples(m: Maker) -> Case:
             alive[1:] = 0
         return n.h(z * alive[:, None])
 
-    return m.case(run, flagged(m, m.d), parts(m))
+    return m.case(run, flagged(m, m.d), parts(m), may_warn=True)

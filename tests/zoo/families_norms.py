@@ -90,14 +90,6 @@ class TwiceRMSNorm(_Norm):
         return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() + self.bias
 
 
-class BranchingLayerNorm(_Norm):
-    """Another formula where the first number is positive."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.layer_norm(x, x.shape[-1:])
-        return self.weight * y + self.bias if x.flatten()[0] > 0 else self.weight.square() * y + 2 * self.bias
-
-
 class ScaleNorm(nn.Module):
     """One number, of shape [1]."""
 
@@ -141,13 +133,16 @@ class ConditionalLayerNorm(_Norm):
 
 
 LAST = (GatedRMSNorm, OnePlusRMSNorm, FloatRMSNorm, ScaleNorm, AbsoluteLayerNorm, BiasFirstLayerNorm, TwiceRMSNorm)
-ODD = (ClampedRMSNorm, BranchingLayerNorm, StoppedLayerNorm)
+ODD = (ClampedRMSNorm, StoppedLayerNorm)
 MIDDLE = (GlobalResponseNorm, WideGlobalResponseNorm, PositionRMSNorm)
 
 
-def _layout(m: Maker) -> Any:
+ORDERS = ("samples first", "positions first", "apart", "one position", "positions, apart")
+
+
+def _layout(m: Maker, *orders: str) -> Any:
     """How [B, T, ...] becomes rows, and rows become samples again."""
-    order = m.pick("order", "samples first", "positions first", "apart", "one position", "positions, apart")
+    order = m.pick("order", *(orders or ORDERS))
 
     def flatten(x: Tensor) -> Tensor:
         if order == "one position":
@@ -187,7 +182,7 @@ def _middle(norm: type[nn.Module]) -> Kind:
     """On rows [N, S, d], S = 2, 3 or as many as there are samples."""
 
     def make(m: Maker) -> Case:
-        flatten, pool = _layout(m)
+        flatten, pool = _layout(m, "samples first", "positions first", "apart", "one position")
         inner = m.pick("inner", 2, 3, m.spec.sizes[0], m.d, 1)
 
         def run(n: Any, x: Tensor) -> Tensor:

@@ -150,7 +150,8 @@ def early_exit(m: Maker) -> Case:
         z = z.index_put((rows,), torch.tanh(n.b(z[rows])))
         return n.h(z)
 
-    return m.case(run, m.inputs(m.d), {"a": nn.Linear(m.d, m.d), "b": nn.Linear(m.d, m.d), "h": m.head()})
+    layers = {"a": nn.Linear(m.d, m.d), "b": nn.Linear(m.d, m.d), "h": m.head()}
+    return m.case(run, m.inputs(m.d), layers, may_warn=True)
 
 
 @kind

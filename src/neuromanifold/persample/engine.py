@@ -108,7 +108,14 @@ class PerSampleGradients:
         It has to if there is no plan yet for its kind and no reference was given, or if parameters were captured that
         have turned out to have no per-sample gradients that pass the verification.
         """
-        uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
+        try:
+            uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
+        except Exception:  # nested tensors, or whatever else has a graph that cannot be read
+            if self.excluded != frozenset(range(len(self.parameters))):
+                self.exclude_all()
+                return None
+            uses = Uses(len(logits), remaining=list(range(len(self.parameters))))
+            return self._ready(uses, Plan({}, self.excluded, True))
         if not uses.samples or (not self.hooks.modules and not uses.found):
             return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.found}, self.excluded, True))
         known = self._plans.get(uses.signature)

@@ -151,7 +151,7 @@ class _Observations:
         if size != 0:
             self.nonzero.add(use.key)
         x = use.sites[0].partner if use.capture is None else use.capture.x
-        if x is not None and x.is_floating_point():
+        if x is not None and x.is_floating_point() and x.layout == torch.strided:
             size *= max(1.0, float(root_mean_square(x.detach())))
         self._lower_precision(g)
         for i in use.parameters.values():
@@ -177,7 +177,7 @@ class _Observations:
         return difference <= self._tolerance * max(sizes) + rounding
 
     def _lower_precision(self, values: Tensor) -> None:
-        tolerance, precision = _TOLERANCE[values.dtype], torch.finfo(values.dtype).eps
+        tolerance, precision = _TOLERANCE[values.dtype.to_real()], torch.finfo(values.dtype).eps
         rounds = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
         if values.is_cuda and values.dtype == torch.float32 and rounds:
             tolerance, precision = _TF32
@@ -224,6 +224,7 @@ class _WeightedSums:
 
 def _norm(values: Tensor) -> float:
     """Return the Euclidean norm, in float64: float32 does not have the squares of tiny gradients."""
+    values = torch.view_as_real(values) if values.is_complex() else values
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 

@@ -45,7 +45,7 @@ class Batch(NamedTuple):
         """Copy all tensors: some models work in place on their inputs."""
         return self._replace(args=map_tensors(_copy, self.args), kwargs=map_tensors(_copy, self.kwargs))
 
-    def cut(self, samples: int, rows: slice, batch_dim: int = 0) -> Batch:
+    def cut(self, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> Batch:
         """Some of its samples; tensors in which samples cannot be found stay as they are."""
         labels = self.labels
         if labels is not None and labels.ndim:
@@ -126,7 +126,7 @@ def tensors_in(value: object) -> list[Tensor]:
     return found
 
 
-def cut(value: T, samples: int, rows: slice, batch_dim: int = 0) -> T:
+def cut(value: T, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> T:
     """Some of the samples of inputs: slices each tensor in which `sample_dim` finds them; others stay as they are."""
 
     def slice_of(tensor: Tensor) -> Tensor:
@@ -136,7 +136,9 @@ def cut(value: T, samples: int, rows: slice, batch_dim: int = 0) -> T:
     return map_tensors(slice_of, value)
 
 
-def _slice(tensor: Tensor, dim: int, rows: slice) -> Tensor:
+def _slice(tensor: Tensor, dim: int, rows: slice | Tensor) -> Tensor:
+    if isinstance(rows, Tensor):
+        return tensor.index_select(dim, rows.to(tensor.device))
     return tensor[(slice(None),) * dim + (rows,)]
 
 

@@ -105,7 +105,16 @@ class Problem:
                 stack.enter_context(torch.cuda.device(self.device))
             stack.enter_context(unchanged(self.model))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+                advice = "Use use_reentrant=False; in transformers: model.gradient_checkpointing_enable("
+                advice += "gradient_checkpointing_kwargs={'use_reentrant': False})."
+                got = "one whose gradients cannot be taken with respect to single tensors"
+                expected = "without reentrant activation checkpointing"
+                raise ValueError(message("model", expected, got, advice)) from error
 
     def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[tuple[int, object]]:
         """Number the items of the data as they come, perhaps with a progress bar; `read` makes batches of them."""

@@ -82,28 +82,37 @@ def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
 
 @torch.no_grad()
 def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Outputs) -> bool | None:
-    """Whether the logits of the first samples change if they are evaluated alone: one forward pass of 3 samples.
+    """Whether the logits of some samples change if they are evaluated without the others: a forward pass of three.
 
-    None if that cannot be said: a single sample, inputs that cannot be sliced, a model that fails on fewer samples or
-    that does not repeat itself.
+    Both the first and the last sample of the batch are left out, since samples may depend on those before or after.
+    Where a model fails on so few, the others are replaced by copies of these.  None if it cannot be said: a single
+    sample, inputs that cannot be sliced, or a model that does not repeat itself.
     """
     samples = len(outputs.logits)
-    few = min(3, samples - 1)  # odd where possible: pairs may depend on each other
     inputs = tensors_in((batch.args, batch.kwargs))
     if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
-    valid = None if outputs.valid is None else outputs.valid[:few]
+    few = [torch.arange(1, min(4, samples - 1))] if samples > 2 else [torch.tensor([1]), torch.tensor([0])]
     restore = model_states(problem.model)
     try:
-        alone = problem.evaluate(batch.cut(samples, slice(few), problem.batch_dim)).logits
-        if same_logits(problem, alone, outputs.logits[:few], valid):
+        if all(_unchanged_alone(problem, batch, outputs, rows) for rows in few):
             return False
         again = problem.evaluate(batch).logits
         return True if same_logits(problem, again, outputs.logits, outputs.valid) else None
-    except Exception:  # whatever a model does with a batch of another size
+    except Exception:  # whatever a model does with a batch that has been cut
         return None
     finally:
         restore()
+
+
+def _unchanged_alone(problem: Problem, batch: Batch, outputs: Outputs, rows: Tensor) -> bool:
+    samples, rows = len(outputs.logits), rows.to(outputs.logits.device)
+    try:
+        alone = problem.evaluate(batch.cut(samples, rows, problem.batch_dim)).logits
+    except Exception:
+        repeated = rows.repeat(-(-samples // len(rows)))[:samples]
+        alone = problem.evaluate(batch.cut(samples, repeated, problem.batch_dim)).logits[: len(rows)]
+    return same_logits(problem, alone, outputs.logits[rows], None if outputs.valid is None else outputs.valid[rows])
 
 
 def same_logits(problem: Problem, found: Tensor, expected: Tensor, valid: Tensor | None = None) -> bool:

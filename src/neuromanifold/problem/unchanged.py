@@ -104,8 +104,9 @@ class _Buffers:
 
     def restore(self) -> None:
         """Put the same tensors back, with the same values, and take away what is new."""
-        self.module._buffers.clear()
-        self.module._buffers.update(self.tensors)
+        if not isinstance(self.module, torch.jit.ScriptModule):  # whose buffers cannot be taken out
+            self.module._buffers.clear()
+            self.module._buffers.update(self.tensors)
         for name, values in self.values.items():
             tensor = self.tensors[name]
             if tensor is not None and not torch.equal(tensor, values):

@@ -51,7 +51,7 @@ def run(
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason."""
     options = options or LoopOptions()
-    counts, (shard, shards), number = Counts(), options.shard, -1
+    counts, (shard, shards), number, left = Counts(), options.shard, -1, 0
     step = Step(problem, settings, sums)
     process = CapturedSteps(step, sums, options.cuda_graphs) if options.cuda_graphs else step
     saved = _resumed(step, counts, options)
@@ -82,8 +82,9 @@ def run(
                     batch = problem.read(item, number)
                     outputs = process(batch).detached()  # without its activations
                     sums.synchronize()
-                    if not counts.batches:
+                    if not counts.batches or step.method.left_to_autograd > left:
                         problem.inspect(batch, outputs)
+                    left = step.method.left_to_autograd
                     counts.running_samples = counts.running_samples + outputs.samples
                     counts.running_positions = counts.running_positions + outputs.positions
                     counts.batches, counts.next = counts.batches + 1, number + 1

@@ -35,6 +35,8 @@ class Method(ABC):
     """Backward passes so far."""
     verified = 0
     """Batches whose per-sample gradients were verified against autograd."""
+    left_to_autograd = 0
+    """Parameters whose per-sample gradients were found to be wrong, or that have none."""
 
     @property
     def must_run_eagerly(self) -> bool:
@@ -138,6 +140,11 @@ class PerSample(Method):
     @override
     def verified(self) -> int:  # type: ignore[override]
         return self.engine.verified
+
+    @property
+    @override
+    def left_to_autograd(self) -> int:  # type: ignore[override]
+        return len(self.engine.excluded)
 
     @property
     @override

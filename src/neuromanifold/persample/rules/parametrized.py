@@ -66,6 +66,8 @@ class Mapped(Form):
 
 def places(module: nn.Module) -> dict[str, Place]:
     """The parameters that a layer computes with, its own and those of its parametrizations, by their names in it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}  # its parameters cannot be taken out, nor has it hooks
     found = {name: Place(module._parameters, name) for name, value in module._parameters.items() if value is not None}
     for tensor, parts in _parametrizations(module).items():
         for key in parts._parameters:
