@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import neuromanifold as nm
-from neuromanifold.diagnostics.trials import EPSILON, coverage, short_name
+from neuromanifold.diagnostics.runs import EPSILON, coverage, short_name
 
 ROUNDING = 1e-5  # an error below is that of float32
 GROUPS = {"embeddings": "embeddings", "rest": "all but embeddings", "all": "all"}

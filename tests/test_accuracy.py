@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from docs.figures.accuracy import error_cost
 
 import neuromanifold as nm
 from neuromanifold.experiments import digits
-from docs.figures.accuracy import error_cost
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

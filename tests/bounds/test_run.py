@@ -3,11 +3,12 @@
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.bounds.kept_gradients import KeptGradients
@@ -15,12 +16,12 @@ from neuromanifold.bounds.result import Row
 from neuromanifold.bounds.splitting import split
 from neuromanifold.core.checks import message
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.problem import Problem as FisherProblem
 from neuromanifold.reference import bounds as reference
 from neuromanifold.reference.network import by_name, jacobian
 from tests.problems.architectures import ARCHITECTURES
 from tests.problems.networks import PROBLEMS
-from tests.problems.problem import Problem
+from tests.problems.problem import Net, Problem
 from tests.run.test_contract import MODEL, X, Y, batches, network
 
 CATEGORICAL = {name: problem for name, problem in PROBLEMS.items() if problem.likelihood is nm.Categorical}
@@ -114,23 +115,33 @@ def test_batches_that_cannot_be_split_and_those_that_can(name: str) -> None:
 
 
 def test_a_batch_is_only_split_if_the_model_says_the_same() -> None:
-    table = torch.arange(4.0)  # as long as the batch
+    def parts(forward: Callable[..., Tensor], scale: Tensor, samples: int) -> list[Batch]:
+        model = Net(forward, layer=nn.Linear(4, 3).double())
+        batch = Batch((X[:4],), {"scale": scale, "other": [X[:4], "text"]}, Y[:4])
+        problem = FisherProblem.of(model, [X])
+        with problem.session():
+            return split(problem, batch, problem.evaluate(batch).logits, samples)
 
-    def evaluate(mixes: bool) -> object:
-        def run(part: Batch) -> Outputs:
-            x = part.args[0]
-            return Outputs(x - x.mean(0) if mixes else x * part.kwargs["scale"][-1], part.labels, None)
+    def scaled(m: Net, x: Tensor, scale: Tensor, other: object) -> Tensor:
+        del other
+        out: Tensor = m.layer(x) * scale[-1]
+        return out
 
-        return run
+    def mixed(m: Net, x: Tensor, scale: Tensor, other: object) -> Tensor:
+        return scaled(m, x - x.mean(0), scale, other)
 
-    batch = Batch((X[:4],), {"scale": table, "other": [X[:4], "text"]}, Y[:4])
-    assert split(evaluate(mixes=True), batch, X[:4] - X[:4].mean(0), 2) == []
-    assert split(evaluate(mixes=False), batch, 3 * X[:4], 2) == []  # the table has been cut
-    fixed = batch._replace(kwargs={"scale": torch.ones(3)})
-    parts = split(evaluate(mixes=False), fixed, X[:4], 3)
-    assert [len(part.args[0]) for part in parts] == [3, 1]
-    assert torch.equal(torch.cat([part.labels for part in parts]), Y[:4])
-    assert split(lambda _: None, fixed, X[:4], 3) == []  # type: ignore[arg-type, return-value]
+    def failing(m: Net, x: Tensor, scale: Tensor, other: object) -> Tensor:
+        if len(x) < 4:
+            raise ValueError("too few")
+        return scaled(m, x, scale, other)
+
+    ones, table = torch.ones(3), torch.arange(4.0)  # as long as the batch: it would be cut
+    assert parts(mixed, ones, 2) == []
+    assert parts(scaled, table, 2) == []
+    assert parts(failing, ones, 3) == []
+    found = parts(scaled, ones, 3)
+    assert [len(part.args[0]) for part in found] == [3, 1]
+    assert torch.equal(torch.cat([part.labels for part in found if part.labels is not None]), Y[:4])
 
 
 class _Masked(nn.Module):
@@ -298,7 +309,7 @@ def test_norms_that_cannot_be_estimated_leave_the_rest(monkeypatch: pytest.Monke
     assert "not computed: `model` must be differentiable in forward mode" in str(result)
     with pytest.raises(ValueError, match="forward mode"):
         nm.fisher_bounds(model, data, actual="estimate")
-    with pytest.raises(TypeError, match="`data` must be a list or a DataLoader where actual='estimate'"):
+    with pytest.raises(TypeError, match="`data` must be a list, a DataLoader or .*several times"):
         nm.fisher_bounds(model, iter(data), actual="estimate")
 
 
@@ -370,7 +381,7 @@ def test_files_views_and_the_table(tmp_path: Path) -> None:
     assert loaded.provenance == result.provenance
 
 
-@pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
+@pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning", "ignore::neuromanifold.SuspiciousInputWarning")
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -378,7 +389,7 @@ def test_files_views_and_the_table(tmp_path: Path) -> None:
         ({"rank": 0}, ValueError, "`rank` must be between 1"),
         ({"rank": 1.5}, TypeError, "`rank` must be an int"),
         ({"likelihood": nm.Bernoulli}, TypeError, "`likelihood` must be nm.Categorical"),
-        ({"likelihood": lambda z: nm.Gaussian(z)}, TypeError, "got one of Gaussian"),
+        ({"likelihood": lambda z: nm.Gaussian(z), "data": [X]}, TypeError, "got one of Gaussian"),
         ({"actual": "yes"}, ValueError, "`actual` must be 'auto', 'exact', 'estimate' or 'none'"),
         ({"diagonals": 1}, TypeError, "`diagonals` must be True or False"),
         ({"max_bytes": 0}, ValueError, "`max_bytes` must be between 1"),

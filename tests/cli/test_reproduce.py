@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.diagnostics.trials import EPSILON
+from neuromanifold.diagnostics.runs import EPSILON
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, curve
 from neuromanifold.experiments.paper.tasks import TASKS
 from neuromanifold.hf import load_data, load_model

@@ -9,23 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import neuromanifold as nm
 from neuromanifold.diagnostics.check_result import CheckRow, verdict
-from neuromanifold.diagnostics.trials import coverage, short_name
+from neuromanifold.diagnostics.runs import coverage, short_name
+from tests.diagnostics.odd_models import DATA, X, Y, computed, network
 from tests.problems.networks import PROBLEMS
-
-GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(96, 4, generator=GENERATOR)
-Y = torch.randint(0, 5, (96,), generator=GENERATOR)
-DATA = list(zip(X.split(16), Y.split(16), strict=True))
-
-
-def network(classes: int = 5) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, classes))
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +38,14 @@ def test_a_row_for_every_estimator(result: nm.Check) -> None:
         "Hutchinson(deflate=0)",
         "Hutchinson(probes=2)",
         "Hutchinson(probes=4)",
-        "Hutchinson() by batches",
+        "Hutchinson() per batch",
         "MonteCarlo()",
         "Exact(envelope=Upper())",
         "Exact(envelope=Lower(rank=1))",
         "Empirical()",
         "SquaredBatchGradient()",
     ]
-    assert all(eval(row.name.removesuffix(" by batches"), vars(nm)) == row.estimator for row in result.rows)
+    assert all(eval(row.name.removesuffix(" per batch"), vars(nm)) == row.estimator for row in result.rows)
     assert all(row.time > 0 and math.isfinite(row.time) for row in result.rows)
     assert [row.passes for row in result.rows] == [4, 1, 1, 2, 4, 1, 1, 5, 1, 1, 1]
     unbiased = {row.name for row in result.rows if row.unbiased}
@@ -138,92 +127,7 @@ def test_nothing_of_the_model_changes() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-# ---------------------------------------------------------------------- what it must see in a model
-
-
-class DropsAlways(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(self.layer(x), training=True)
-
-
-class MixesSamples(DropsAlways):
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x)
-        return z - z.mean(0)
-
-
-class TakesAList(DropsAlways):
-    def forward(self, x: Tensor, names: list[str]) -> Tensor:
-        return self.layer(x) * len(names)
-
-
-class NeedsTwo(DropsAlways):
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) < 2:
-            raise RuntimeError("two at least")
-        return self.layer(x)
-
-
-class Computed(nn.Module):
-    """A layer whose weight is computed from other parameters, which no rule covers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.direction = nn.Parameter(torch.randn(5, 1)), nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.direction * self.scale.exp())
-
-
-COMPUTED = ("0.scale", "0.direction")
-
-
-def computed(classes: int) -> nn.Module:
-    return nn.Sequential(Computed(), nn.Tanh(), nn.Linear(5, classes))
-
-
-def test_a_model_that_does_not_repeat_itself_is_seen() -> None:
-    result = nm.check(DropsAlways(), DATA)
-    assert not result.repeats
-    assert result.apart is None
-    assert "differ" in result.notes[0]
-
-
-def test_samples_that_influence_each_other_are_seen() -> None:
-    result = nm.check(MixesSamples(), DATA)
-    assert (result.repeats, result.apart) == (True, False)
-    assert any("change with the other samples" in note for note in result.notes)
-    healthy = nm.check(network(), DATA)
-    assert (healthy.repeats, healthy.apart) == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "why"),
-    [
-        (TakesAList(), [{"x": X[:16], "names": ["a"] * 16}], "input 'names' is a str"),
-        (NeedsTwo(), [X[:16]], "the model fails on a single sample (RuntimeError: two at least)"),
-        (network(), [X[:1]], "a single sample"),
-        (MixesSamples(), [{"x": X[:16]}], ""),
-    ],
-)
-def test_what_cannot_be_sliced_is_said(model: nn.Module, data: list[Any], why: str) -> None:
-    result = nm.check(model, data, estimators=[nm.Hutchinson(deflate=0)])
-    assert (result.apart is None) == bool(why)
-    assert not why or any(why in note for note in result.notes)
-
-
-def test_parameters_of_zero_fisher_and_without_a_rule_are_named() -> None:
-    unused = PROBLEMS["frozen and unused"]
-    result = nm.check(unused.model, unused.data)
-    assert result.zero == ("unused.weight", "unused.bias")
-    assert any("unused.weight, unused.bias is zero" in note for note in result.notes)
-    result = nm.check(computed(3), DATA, estimators=[nm.Hutchinson(deflate=0)])
-    assert {name for name, way in result.granularity.items() if way == "batch"} == set(COMPUTED)
-    assert any(note.startswith(f"No rule covers {', '.join(COMPUTED)} (2 of 4 parameters)") for note in result.notes)
+# ---------------------------------------------------------------------- what it says of labels and entries
 
 
 def test_labels_that_the_model_does_not_believe_are_seen() -> None:
@@ -339,24 +243,24 @@ def rows(**errors: tuple[float, float, int]) -> list[CheckRow]:
     [
         (
             rows(a=(0.021, 1.2, 1), b=(0.001, 2.4, 4)),
-            "a is within 2.1 % of the exact diagonal at 1.2 times a plain forward and backward: use it.",
+            "a is within 2.1 % of the exact diagonal at 1.2 times forward + backward: use it.",
         ),
         (
             rows(a=(0.3, 1.2, 1), b=(0.05, 2.4, 4)),
-            "b is within 5 % of the exact diagonal at 2.4 times a plain forward and backward: use it. "
-            "In a single pass, a is within 30 % of the exact diagonal at 1.2 times a plain forward and backward. "
+            "b is within 5 % of the exact diagonal at 2.4 times forward + backward: use it. "
+            "In a single pass, a is within 30 % of the exact diagonal at 1.2 times forward + backward. "
             "Over m times as many batches that is 1/√m as much.",
         ),
         (
             rows(a=(0.3, 1.2, 1)),
-            "a is within 30 % of the exact diagonal at 1.2 times a plain forward and backward. Over m times as many "
+            "a is within 30 % of the exact diagonal at 1.2 times forward + backward. Over m times as many "
             "batches that is 1/√m as much.",
         ),
-        (rows(a=(0.05, 8.0, 1)), "Exact() takes 10 times a plain forward and backward here: use it."),
-        (rows(a=(1e-7, 1.1, 1)), "a is exact here, at 1.1 times a plain forward and backward: use it."),
+        (rows(a=(0.05, 8.0, 1)), "Exact() takes 10 times forward + backward here: use it."),
+        (rows(a=(1e-7, 1.1, 1)), "a is exact here, at 1.1 times forward + backward: use it."),
         (
             rows(a=(0.05, 1.2, 1), b=(0.047, 1.2, 1)),
-            "a is within 5 % of the exact diagonal at 1.2 times a plain forward and backward: use it.",
+            "a is within 5 % of the exact diagonal at 1.2 times forward + backward: use it.",
         ),
     ],
     ids=["one pass is good", "more passes", "only one pass", "exact is cheap", "no error", "a tie"],

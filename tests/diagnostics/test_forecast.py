@@ -57,7 +57,7 @@ class SlowData:
 
 def test_time_is_that_of_the_run() -> None:
     found = nm.forecast(Slow(), SlowData())
-    assert (found.batches, found.samples, found.passes, found.tried) == (40, 8, 1, 3)
+    assert (found.batches, found.samples, found.passes, found.measured) == (40, 8, 1, 3)
     assert found.seconds_first > 0.2
     assert found.seconds_waiting >= 0.03
     assert found.seconds_working >= 0.02
@@ -67,7 +67,7 @@ def test_time_is_that_of_the_run() -> None:
 def test_a_forecast_stops_when_batches_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LONG", 0.1)
     found = nm.forecast(Slow(), SlowData(), batches=10)
-    assert found.tried == 1
+    assert found.measured == 1
     assert found.seconds_working >= 0.2
 
 

@@ -1,7 +1,9 @@
 """Sources of data: what can be said of them before a model is loaded, and what `datasets` reads."""
 
+import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+import neuromanifold as nm
 from neuromanifold.cli.options import Setup
 from neuromanifold.hf import LoadedModel, LoadError, check_data_source, load_data, load_model
 from neuromanifold.hf.tables import read_table
+from neuromanifold.problem.problem import Problem
 from tests.hf.tiny import images, reviews, sentences, transformers, write_csv, write_jsonl
 
 datasets = pytest.importorskip("datasets", reason="needs neuromanifold[hf]")
@@ -167,30 +171,53 @@ def test_decoder_inputs_come_from_the_labels(loaded: Callable[[str], LoadedModel
     columns: dict[str, list[object]] = {"text": list(sentences(5)), "summary": list(sentences(5, seed=1))}
     (batch,) = batches(write_csv(tmp_path / "t.csv", columns), model)
     assert (batch["labels"] == -100).any()  # padding does not count
-    inputs = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
     with torch.no_grad():
-        expected = model.module(**inputs).logits  # transformers' own way in training
-        del batch["labels"]
-        torch.testing.assert_close(model.module(**batch).logits, expected)
+        expected = model.module(**batch).logits  # transformers' own way in training
+        problem = Problem.of(model.module, [batch])
+        torch.testing.assert_close(problem.evaluate(next(problem.batches())).logits, expected)
     with pytest.raises(LoadError, match="No target column found"):
         batches(reviews(tmp_path / "r.csv"), model)
 
 
-@pytest.mark.parametrize("kind", ["seq2seq", "text"])
-def test_batches_of_a_function_get_decoder_inputs(
-    loaded: Callable[[str], LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
+def test_labels_alone_give_the_decoder_inputs_of_a_function_s_batches(
+    loaded: Callable[[str], LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
 ) -> None:
     (tmp_path / "own_pairs.py").write_text(
         "import torch\n"
         "def batches():\n"
-        "    return [{'input_ids': torch.tensor([[5, 6]]), 'labels': torch.tensor([[7, -100]])}, torch.ones(2)]\n"
+        "    return [{'input_ids': torch.tensor([[5, 6, 9]]), 'labels': torch.tensor([[7, 8, -100]])}]\n"
     )
     monkeypatch.chdir(tmp_path)
-    first, second = batches("own_pairs:batches", loaded(kind))
-    assert isinstance(second, torch.Tensor)
-    assert ("decoder_input_ids" in first) == (kind == "seq2seq")
-    if kind == "seq2seq":
-        assert first["decoder_input_ids"].tolist() == [[0, 7]]
+    module = loaded("seq2seq").module
+    if adapter:
+        peft = pytest.importorskip("peft", reason="needs neuromanifold[peft]")
+        lora = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=["q", "v"])
+        module = peft.get_peft_model(copy.deepcopy(module), lora)
+    (batch,) = batches("own_pairs:batches", loaded("seq2seq"))
+    found = nm.fisher_diagonal(module, [batch], nm.Empirical())
+    given = {**batch, "decoder_input_ids": torch.tensor([[0, 7, 8]])}
+    assert found.positions == 2
+    expected = nm.fisher_diagonal(module, [given], nm.Empirical())
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_a_mask_that_does_not_fit_a_prompt_is_an_error(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    """Virtual tokens add positions, which a mask of the text's tokens says nothing about; labels do."""
+    peft = pytest.importorskip("peft", reason="needs neuromanifold[peft]")
+    model = loaded("causal")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = peft.get_peft_model(copy.deepcopy(model.module), config)
+    (batch,) = batches(reviews(tmp_path / "r.csv", 4), model, labels=False)
+    shape = list(batch["attention_mask"].shape)
+    with pytest.raises(
+        ValueError, match=re.escape(f"of shape [4, {shape[1] + 3}], the logits' positions, got shape {shape}")
+    ):
+        nm.fisher_diagonal(tuned, [batch])
+    labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
+    padded = torch.nn.functional.pad(labels, (3, 0), value=-100)
+    assert nm.fisher_diagonal(tuned, [{**batch, "labels": padded}]).positions == int(batch["attention_mask"].sum())
 
 
 def test_an_encoder_decoder_model_of_masked_text_predicts_the_whole_text(folder: Folder, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exact products F v against the definition, on every kind of network, whatever way J v is found."""
+"""Exact products F v against the definition, on every kind of network, whatever method finds J v."""
 
 import copy
 import math
@@ -16,11 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import neuromanifold as nm
 from neuromanifold.estimators import Empirical
-from neuromanifold.operators.jacobian import WAYS
-from neuromanifold.operators.operator import metric_operator
-from neuromanifold.problem.parameters import select_parameters
+from neuromanifold.operators.jacobian import METHODS
+from neuromanifold.problem.problem import Problem as FisherProblem
 from neuromanifold.reference import network as reference
-from neuromanifold.run.step import Settings
 from tests.operators.dense import ALL, SOME, dense, relative_error
 from tests.problem.test_unchanged import model as nosy
 from tests.problem.test_unchanged import same, snapshot
@@ -69,7 +67,7 @@ def test_envelopes(name: str, part: Any) -> None:
     assert relative_error(operator(problem, envelope=part) @ v, expected @ v) < 1e-9
 
 
-EXPECTED_WAYS = {
+EXPECTED_METHODS = {
     "MLP": "forward mode",
     "LSTM": "forward mode",
     "DistilBERT": "forward mode, plain kernels",
@@ -81,19 +79,19 @@ EXPECTED_WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED_WAYS)
-def test_the_first_way_that_works_is_taken(name: str) -> None:
+@pytest.mark.parametrize("name", EXPECTED_METHODS)
+def test_the_first_method_that_works_is_taken(name: str) -> None:
     metric = operator(ALL[name])
-    assert metric.way == EXPECTED_WAYS[name]
-    assert metric.way in repr(metric)
+    assert metric.method == EXPECTED_METHODS[name]
+    assert metric.method in repr(metric)
 
 
 @pytest.mark.parametrize("name", ["MLP", "CNN with BatchNorm", "LSTM", "tied embeddings", "position ids [1, T]"])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_same(name: str, way: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_same(name: str, method: str) -> None:
     problem = SOME[name]
     metric, v = operator(problem), block(len(dense(problem)))
-    metric._jacobian.way = way
+    metric._jacobian.method = method
     assert relative_error(metric @ v, dense(problem) @ v) < 1e-12
 
 
@@ -131,7 +129,7 @@ def of_function(function: Any) -> nn.Module:
 def test_functions_of_the_users_own() -> None:
     model = of_function(WithoutForwardMode)
     metric = nm.fisher_operator(model, batches(20), reduction="sum")
-    assert metric.way == "double backward"
+    assert metric.method == "double backward"
     expected = reference.fisher_matrix(model, lambda m: m(X))
     assert relative_error(metric @ block(43), expected @ block(43)) < 1e-12
     with pytest.raises(
@@ -151,7 +149,7 @@ def test_padding_rows_have_no_gradient_in_either_mode(functional_call: bool) -> 
     model = Net(run, table=nn.Embedding(5, 2, padding_idx=0), head=nn.Linear(2, 3)).double()
     nn.init.normal_(model.table.weight, generator=torch.Generator().manual_seed(0))
     metric = nm.fisher_operator(model, [ids], reduction="sum")
-    assert metric.way == ("double backward" if functional_call else "forward mode")
+    assert metric.method == ("double backward" if functional_call else "forward mode")
     expected = reference.fisher_matrix(model, lambda m: m(ids))
     assert expected[:2].abs().max() == 0
     assert relative_error(metric @ block(19), expected @ block(19)) < 1e-12
@@ -162,7 +160,7 @@ def test_a_use_of_a_parameter_that_replacing_it_misses_is_noticed() -> None:
     model.head, model.kept = nn.Linear(4, 3), [model.layer.weight]  # a plain list
     model = model.double()
     metric = nm.fisher_operator(model, batches(20), reduction="sum")
-    assert metric.way == "double backward"
+    assert metric.method == "double backward"
     expected = reference.fisher_matrix(network_like(model), lambda m: m(X))
     assert relative_error(metric @ block(35), expected @ block(35)) < 1e-12
 
@@ -175,7 +173,7 @@ def test_it_is_noticed_in_half_precision_too(dtype: torch.dtype) -> None:
         model = Net(lambda m, x: m.head(functional.linear(torch.tanh(m.layer(x)), m.kept[0])), layer=nn.Linear(4, 4))
         model.head = nn.Linear(4, 3)
         model.to(dtype).kept = [model.layer.weight]
-        assert nm.fisher_operator(model, [X[:12].to(dtype)]).way == "double backward"
+        assert nm.fisher_operator(model, [X[:12].to(dtype)]).method == "double backward"
 
 
 def test_what_only_later_batches_do_is_noticed() -> None:
@@ -300,13 +298,12 @@ def test_a_middle_of_ones_own_sees_the_labels() -> None:
         score = core.score(labels)
         return score * (score * v).sum(-1, keepdim=True)
 
-    settings = Settings(Empirical(), nm.Categorical)
-    metric = metric_operator(MODEL, batches(20), select_parameters(MODEL, None), settings, outer, "sum")
+    metric = nm.FisherOperator(FisherProblem.of(MODEL, batches(20)), outer, Empirical(), "sum")
     rows, logits = reference.jacobian(MODEL, lambda m: m(X))
     gradients = torch.einsum("ncp,nc->np", rows, nm.Categorical(logits).score(Y))
     assert relative_error(metric @ block(67), gradients.T @ gradients @ block(67)) < 1e-12
     with pytest.raises(ValueError, match="`labels` must be given"):
-        metric_operator(MODEL, [X], select_parameters(MODEL, None), settings, outer) @ block(67)
+        nm.FisherOperator(FisherProblem.of(MODEL, [X]), outer, Empirical())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -389,7 +386,7 @@ class Shrinking:
 def test_data_that_change_are_noticed() -> None:
     metric = nm.fisher_operator(MODEL, Shrinking())
     metric @ block(67)
-    with pytest.raises(ValueError, match="the same 32 samples in each pass, got 16"):
+    with pytest.raises(ValueError, match="the same batches in each pass, got 1 batches after 2.*shuffle=False"):
         metric @ block(67)
 
 
@@ -402,7 +399,7 @@ def test_loaders_may_shuffle() -> None:
 def test_bad_input() -> None:
     metric = nm.fisher_operator(MODEL, batches(64))
     for wrong in (block(66), block(67)[None], torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"`v` must be of shape \[67\] or \[67, m\]"):
+        with pytest.raises(ValueError, match=r"`v` must be a tensor or array of shape \[67\] or \[67, m\]"):
             metric @ wrong
     with pytest.raises(TypeError, match="`v` must be a tensor or array"):
         metric @ [1.0] * 67

@@ -106,6 +106,10 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: evaluate(Masked(), ({"x": TOKENS, "attention_mask": WORDS}, WORDS)),
         r"`labels`.*\[5, 9\].*got shape \[5, 7\].*virtual tokens.*ignore_index",
     ),
+    "a mask of another shape": (
+        lambda: evaluate(Masked(), {"x": TOKENS, "attention_mask": WORDS}),
+        r"`attention_mask` must be of shape \[5, 9\], the logits' positions, got shape \[5, 7\].*virtual tokens",
+    ),
     "class_dim forgotten": (
         lambda: evaluate(CLASSES_FIRST, (TOKENS, WORDS)),
         r"`labels`.*got shape \[5, 7\]\. Of logits \[5, 3, 7\], pass class_dim=1",
@@ -178,10 +182,6 @@ WARNINGS: dict[str, tuple[Callable[[], object], str]] = {
     "probabilities in half precision": (
         lambda: evaluate(Calls(lambda layer, x: layer(x).softmax(-1)).bfloat16(), X.bfloat16()),
         "outputs are probabilities",
-    ),
-    "a mask of another shape": (
-        lambda: evaluate(Masked(), {"x": TOKENS, "attention_mask": WORDS}),
-        r"`attention_mask` has shape \[5, 7\], but the logits' positions are \[5, 9\].*every position counts.*-100",
     ),
     "labels that are no class": (
         lambda: evaluate(LINEAR, (X, Y.where(Y > 0, 255))),

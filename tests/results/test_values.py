@@ -235,6 +235,18 @@ def test_every_trace_is_one_kind_of_thing() -> None:
     assert nm.fisher_matrix(MODEL, batches(16)).trace.stderr == 0
 
 
+def test_probes_that_are_sent_back_together_are_passes_of_their_own() -> None:
+    """Rows that two probes share would be squares of sums, and a spread between passes needs the passes."""
+    options = {"reduction": "sum", "seed": 3}
+    estimator = nm.MonteCarlo(4)
+    rows = nm.fisher_factors(MODEL, batches(16), estimator, "sample", dtype=torch.float64, **options)  # type: ignore[arg-type]
+    assert rows.rank == 4 * 64
+    norms = rows.rows.square().sum(1).view(4, 4, 16)  # batch, probe, sample
+    trace = nm.fisher_trace(MODEL, batches(16), estimator, granularity="sample", **options)  # type: ignore[arg-type]
+    assert trace.value == pytest.approx(float(norms.sum()))
+    assert trace.stderr == pytest.approx(math.sqrt(4 * float(norms.var(1).sum())))
+
+
 @pytest.mark.parametrize("granularity", ["batch", "sample"])
 @pytest.mark.parametrize("estimator", [nm.Hutchinson(), nm.MonteCarlo()], ids=repr)
 def test_standard_errors_of_traces_are_upper_bounds(granularity: str, estimator: nm.Estimator) -> None:

@@ -192,7 +192,9 @@ def test_replayed_logits_are_compared_with_the_models_own() -> None:
     captured, batch = CapturedSteps(step, sums, True, CpuRecorder(step.generator)), Batch((X[:4],), {}, None)
 
     def judged(logits: Tensor) -> bool:
-        return captured._is_right(_CapturedBatch(batch, Outputs(logits, None, None), None, 1, Tally([], [], 0), None, None))
+        return captured._is_right(
+            _CapturedBatch(batch, Outputs(logits, None, None), None, 1, Tally([], [], 0), None, None)
+        )
 
     logits = model(X[:4]).detach()
     assert judged(logits)

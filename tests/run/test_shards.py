@@ -22,7 +22,7 @@ from tests.zscores import allowed_z_score, worst_z_score
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "default": {},
     "three probes": {"estimator": nm.Hutchinson(3, deflate=0)},
-    "by batches": {"granularity": "batch"},
+    "per batch": {"granularity": "batch"},
     "Monte Carlo": {"estimator": nm.MonteCarlo(2)},
     "Exact": {"estimator": nm.Exact()},
     "Empirical": {"estimator": nm.Empirical()},

@@ -52,6 +52,16 @@ def hamiltonian(m: Maker) -> Case:
 
 
 @kind
+def linear_energy(m: Maker) -> Case:
+    """The weight of the energy's last layer is in the force, though the energy itself is not in the logits."""
+
+    def run(n: Any, x: Tensor) -> Tensor:
+        return n.h(gradient(lambda z: n.energy(n.body(z)), x))
+
+    return m.case(run, m.inputs(m.d), {"body": body(m), "energy": nn.Linear(m.d, 1), "h": m.head()})
+
+
+@kind
 def forces_of_atoms(m: Maker) -> Case:
     """Energies of pairs; the logits are functions of the forces and perhaps of the energy."""
     also = m.pick("also energy", False, True)

@@ -53,9 +53,11 @@ class Check:
     verdict: str
     notes: tuple[str, ...]  # about the model, and about how the reference was made
     repeats: bool  # whether two evaluations agree
-    apart: bool | None  # whether samples leave each other alone; None: could not be looked at
+    apart: bool | None  # whether samples leave each other alone; None: not known
     zero: tuple[str, ...]  # parameters whose Fisher information is zero in every entry
-    granularity: dict[str, str]  # how each parameter is squared by default: "sample" or "batch"
+    granularity: dict[str, str]  # how random probes do each parameter by default: per "sample" or per "batch"
+    reasons: dict[str, str]  # why, for those that are done per batch
+    verified: int  # batches on which per-sample gradients were compared with autograd's
     backward_seconds: float  # of forward + ordinary backward over the batches
 
     def __str__(self) -> str:
@@ -77,7 +79,7 @@ def verdict(rows: Sequence[CheckRow], reference_error: float) -> str:
     """
     if math.isnan(rows[0].trace_ratio):
         return "The Fisher information is zero in every entry: the model's outputs do not depend on these parameters."
-    said = [*_recommendation(rows, reference_error), *_by_samples_or_batches(rows)]
+    said = [*_recommendation(rows, reference_error), *_per_sample_or_batch(rows)]
     said += [text for row in rows if (text := _warning(row))]
     return " ".join([*said, *_error_bars(rows)])
 
@@ -119,14 +121,14 @@ def _noun(reference_error: float) -> str:
     return f"reference (itself known to {_percent(reference_error)})" if reference_error else "exact diagonal"
 
 
-def _by_samples_or_batches(rows: Sequence[CheckRow]) -> list[str]:
-    """The same estimator both ways."""
+def _per_sample_or_batch(rows: Sequence[CheckRow]) -> list[str]:
+    """What squares of whole batches' gradients cost in accuracy."""
     for batch in rows:
         for sample in rows:
             same = sample.estimator == batch.estimator and batch.granularity == "batch" != sample.granularity
             if same and sample.relmae_positive < batch.relmae_positive:
                 pair = f"{_percent(batch.relmae_positive)} instead of {_percent(sample.relmae_positive)}"
-                return [f"Squared by whole batches, {sample.name} is off by {pair}."]
+                return [f"Per batch, {sample.name} is off by {pair}."]
     return []
 
 
@@ -153,8 +155,8 @@ def _error_bars(rows: Sequence[CheckRow]) -> list[str]:
     ]
     if not small:
         return []
-    text = f"Two standard errors cover less than 85 % of the entries for {', '.join(small)}: few squares carry them. "
-    return [text + "Over more data error bars get better."]
+    text = f"Two standard errors cover less than 85 % of the entries for {', '.join(small)}: few squares contribute to "
+    return [text + "each of them. Over more data error bars get better."]
 
 
 def _cells(row: CheckRow) -> tuple[str, ...]:
@@ -173,7 +175,7 @@ def _cells(row: CheckRow) -> tuple[str, ...]:
 
 
 def _times(row: CheckRow) -> str:
-    return f"{row.time:.2g} times a plain forward and backward"
+    return f"{row.time:.2g} times forward + backward"
 
 
 def _percent(value: float) -> str:

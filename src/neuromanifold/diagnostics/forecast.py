@@ -1,8 +1,8 @@
 """`nm.forecast`: what a run will take, from its first batches; and the largest batch size that fits.
 
-first batch         rules are tried out, kernels compiled: timed apart
+first batch         per-sample gradients are verified, kernels compiled: timed apart
 the next ones       seconds per batch: waiting for the data, and working on them
-memory              on a GPU the peak of these batches; on a CPU from what there must be room for (`memory.py`)
+memory              on a GPU the peak of these batches; on a CPU that of the tensors of the largest one (`memory.py`)
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.diagnostics import memory
 from neuromanifold.diagnostics.memory import PeakMemory
-from neuromanifold.estimators import Estimator
-from neuromanifold.problem.batches import model_device, read_batch
+from neuromanifold.estimators import Estimator, Hutchinson
+from neuromanifold.problem.batches import model_device, tensors_in
 from neuromanifold.problem.parameters import Selection
-from neuromanifold.problem.problem import _check_data as check_data
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
-from neuromanifold.run.fisher import fisher_diagonal
+from neuromanifold.run.fisher import diagonal_of
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
+from neuromanifold.run.loop import CudaGraphs, LoopOptions
+from neuromanifold.run.step import Settings
 
-_LONG = 20.0  # seconds after which no further batch is tried
+_LONG = 20.0  # seconds after which no further batch is run
 _ROOM = 0.8  # of the free memory: later batches may be longer
 _GAIN = 0.95  # a larger batch must lower the seconds of a sample to that
 _HEADER = 2**12  # bytes of a file, about, for names and provenance
@@ -57,7 +59,7 @@ class Forecast:
     seconds_working: float  # on a batch
     memory: int  # bytes of tensors on the device, at the most; on a CPU the allocator may hold three times as many
     file: int  # bytes of the result's file; a checkpoint has about as many
-    tried: int  # batches that this is taken from
+    measured: int  # batches that this is taken from
 
     @property
     def seconds_per_batch(self) -> float:
@@ -82,12 +84,13 @@ class Forecast:
             "memory": byte_size(self.memory),
             "result file": byte_size(self.file),
         }
-        title = f"Forecast for {self.model} on {self.device}, from {self.tried} of its batches"
+        title = f"Forecast for {self.model} on {self.device}, from {self.measured} of its batches"
         return "\n".join([title, self.estimator, *aligned(list(rows.items()), left=2)])
 
 
+@torch.inference_mode(mode=False)
 def forecast(
-    model: nn.Module,
+    model: nn.Module | Callable[..., object],
     data: Iterable[object],
     estimator: Estimator | None = None,
     likelihood: Likelihood = Categorical,
@@ -97,44 +100,34 @@ def forecast(
     class_dim: int = -1,
     batch_dim: int = 0,
     ignore_index: int = -100,
-    replay: bool = False,
+    label_key: str = "labels",
+    cuda_graphs: CudaGraphs = "auto",
 ) -> Forecast:
     """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
 
-    Prints as a table.  Arguments as in `fisher_diagonal`, and:
-
-    Args:
-        model: nothing of it is changed.
-        data: its first batches are used; a generator has lost them afterwards.
-        estimator: how.
-        likelihood: what the outputs mean.
-        parameters: which.
-        granularity: what is squared.
-        batches: how many to try; the first is timed apart, and after 20 seconds no further one is tried.
-        class_dim: as in `fisher_diagonal`.
-        batch_dim: as in `fisher_diagonal`.
-        ignore_index: as in `fisher_diagonal`.
-        replay: as in `fisher_diagonal`; give it enough batches to get to replays.
+    Prints as a table.  Arguments as in `fisher_diagonal`.  `batches`: how many to run, of which a generator is left
+    without; the first is timed apart, and after 20 seconds no further one is run.  With `cuda_graphs`, give it enough
+    batches to get to replays.
     """
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
-    check_data(data)
-    clock, parameters = _Clock(model_device(model)), _reusable(parameters)
+    problem = Problem.of(
+        model,
+        data,
+        likelihood,
+        parameters,
+        class_dim=class_dim,
+        batch_dim=batch_dim,
+        ignore_index=ignore_index,
+        label_key=label_key,
+    )
+    settings = Settings.of(Hutchinson() if estimator is None else estimator, granularity, 0)
+    clock = _Clock(problem.device)
 
     def run(items: Iterable[object]) -> DiagonalFisher:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SlowPathWarning)
-            return fisher_diagonal(
-                model,
-                items,
-                estimator,
-                likelihood,
-                parameters,
-                granularity=granularity,
-                class_dim=class_dim,
-                batch_dim=batch_dim,
-                ignore_index=ignore_index,
-                cuda_graphs=replay,
-            )
+            warnings.simplefilter("ignore", SuspiciousInputWarning)
+            return diagonal_of(replace(problem, data=items), settings, LoopOptions(cuda_graphs=cuda_graphs))
 
     result = run(clock.timed(islice(data, batches)))
     p = result.provenance
@@ -147,10 +140,10 @@ def forecast(
         passes=p.passes / p.batches,
         seconds_first=clock.waiting[0] + clock.working[0],
         seconds_waiting=median(clock.waiting[1:] or clock.waiting),
-        seconds_working=median(clock.working[1:] or clock.working),
+        seconds_working=median_low(clock.working[1:] or clock.working),  # of two, the one that is not verified
         memory=clock.peak(run),
         file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
-        tried=p.batches,
+        measured=p.batches,
     )
 
 
@@ -159,13 +152,9 @@ def largest_batch(
 ) -> int:
     """The batch size, a power of two, to run with: doubled while it fits, and while a sample takes less time with it.
 
-    Args:
-        model: nothing of it is changed.
-        make_data: gives the data in batches of a size; two of them are run with each size.
-        most: not more than that.
-        options: of `forecast`.
-
-    It fits if no memory runs out, and a fifth of what is free is left for batches that are longer than the first ones.
+    `make_data` gives the data in batches of a size; three of them are run with each size, up to `most`.  `options` are
+    those of `forecast`.  A size fits if no memory runs out, and a fifth of what is free is left for batches that are
+    longer than the first ones.
     """
     most = integer_in_range(most, "most", 1, 2**40, "a batch size")
     device, fastest = model_device(model), float("inf")
@@ -174,7 +163,7 @@ def largest_batch(
         nonlocal fastest
         _clean(device)
         there = memory.free(device)
-        found = forecast(model, make_data(size), batches=2, **options)
+        found = forecast(model, make_data(size), batches=3, **options)
         seconds, slowest = found.seconds_working / found.samples, _GAIN * fastest
         fastest = min(fastest, seconds)
         return (there is None or found.memory <= _ROOM * there) and seconds <= slowest
@@ -218,13 +207,12 @@ class _Clock:
             return torch.cuda.max_memory_allocated(self.device)
         found = PeakMemory()
         with found, suppress(ValueError):  # none of its samples counts: all has been done by then
-            run([self.item] * (2 if self.working[0] < _LONG / 4 else 1))
+            run([self.item] * (3 if self.working[0] < _LONG else 1))  # the third is verified with all sums there
         return found.most
 
     def _remember(self, item: object) -> None:
         """The batch with the most numbers."""
-        leaves = tree_leaves(tuple(read_batch(item, len(self.working))))
-        numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        numbers = sum(tensor.numel() for tensor in tensors_in(item))
         if numbers > self._largest and self.device.type != "cuda":
             self.item, self._largest = item, numbers
 
@@ -232,13 +220,6 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _reusable(parameters: Selection) -> Selection:
-    """A generator of patterns can be gone through once only."""
-    if parameters is None or callable(parameters) or isinstance(parameters, str):
-        return parameters
-    return list(parameters)
 
 
 def _length(data: object) -> int | None:
@@ -255,7 +236,7 @@ def _clean(device: torch.device) -> None:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 3.2 ms, 4.5 s, 12 min, 3 h 20 min."""
+    """A duration in the unit that fits it: 3.2 ms, 4.5 s, 12 min, 3 h 20 min."""
     if seconds < 1:
         return f"{1e3 * seconds:.2g} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"
     if seconds < 100:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuromanifold.core.checks import integer_in_range
 
@@ -86,29 +86,12 @@ class FunctionData:
     function: Callable[[], Iterable[object]]
     about: str
     batches: int | None = None
-    module: nn.Module | None = None  # if it is an encoder-decoder model, batches get decoder inputs
 
     def __iter__(self) -> Iterator[object]:
-        for batch in islice(iter(self.function()), self.batches):
-            yield with_decoder_inputs(self.module, batch) if self.module is not None else batch
+        return islice(iter(self.function()), self.batches)
 
     def __len__(self) -> int:
         found = self.function()
         if not isinstance(found, Sized):
             raise TypeError("a generator has no length")  # as a DataLoader of an iterable data set raises
         return len(found) if self.batches is None else min(len(found), self.batches)
-
-
-def with_decoder_inputs(module: nn.Module, batch: object) -> object:
-    """Add the decoder inputs of an encoder-decoder model to a batch that has labels only, as its training does.
-
-    Labels are no argument of the model here, so without this some architectures would feed the decoder with the
-    encoder's inputs, and others refuse the batch.
-    """
-    shift = getattr(module, "prepare_decoder_input_ids_from_labels", None)
-    encodes = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
-    if shift is None or not encodes or not isinstance(batch, Mapping) or "labels" not in batch:
-        return batch
-    if {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch) or batch["labels"].ndim != 2:
-        return batch
-    return {**batch, "decoder_input_ids": shift(labels=batch["labels"])}

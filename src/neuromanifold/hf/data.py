@@ -60,7 +60,7 @@ def load_data(
     if batches is not None:
         integer_in_range(batches, "batches", 1, 10**12, "how many batches")
     if is_function_name(source):
-        return _from_function(source, batches, model)
+        return _from_function(source, batches)
     parameter = next(iter(model.module.parameters()), None)
     if parameter is None:
         raise LoadError(message("model", "a module with parameters", "one without"))
@@ -132,14 +132,14 @@ def _choose_rows(
     return rows, empty
 
 
-def _from_function(source: str, batches: int | None, model: LoadedModel) -> FunctionData:
+def _from_function(source: str, batches: int | None) -> FunctionData:
     """Call the function once, or for every pass if it returns an iterator."""
     found = find_function(source, "data")
     returned: Any = found() if callable(found) else found
     if not isinstance(returned, Iterable):
         raise LoadError(message("data", "a function that returns batches", type(returned).__name__))
     again: Callable[[], Iterable[object]] = (lambda: returned) if not isinstance(returned, Iterator) else found  # type: ignore[assignment]
-    data = FunctionData(again, source, batches, model.module)
+    data = FunctionData(again, source, batches)
     with suppress(TypeError):
         if len(data) == 0:
             raise LoadError(message("data", "with at least one batch", f"none from {source}"))

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.hf.batches import with_decoder_inputs
 from neuromanifold.hf.columns import LabelReader
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.models import LoadedModel, Task
@@ -77,7 +76,6 @@ def text_encoder(
         if model.task is Task.SEQ2SEQ:
             target = tokenizer(text_target=_texts(values["target"], rows), **options)
             batch["labels"] = torch.where(target["attention_mask"].bool(), target["input_ids"], IGNORED)
-            batch = dict(with_decoder_inputs(model.module, batch))  # type: ignore[call-overload]
         return batch
 
     return encode
@@ -115,6 +113,7 @@ def _masked_encoder(tokenizer: Any, options: dict[str, Any], share: float, seed:
         raise LoadError(message("mask", "a share of the tokens between 0 and 1", str(share)))
     if tokenizer.mask_token_id is None:
         raise LoadError(message("model", "one whose tokenizer has a mask token", type(tokenizer).__name__))
+    shift = getattr(module, "prepare_decoder_input_ids_from_labels", None)
 
     def encode(values: Values, rows: list[int]) -> dict[str, Tensor]:
         batch = dict(tokenizer(_texts(values["text"], rows), return_special_tokens_mask=True, **options))
@@ -127,11 +126,12 @@ def _masked_encoder(tokenizer: Any, options: dict[str, Any], share: float, seed:
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
             order = torch.randperm(len(places), generator=generator)
             chosen[i, places[order[: max(1, round(share * len(places)))]]] = True
-        whole = torch.where(batch["attention_mask"].bool(), batch["input_ids"], IGNORED)
-        decoder = with_decoder_inputs(module, {"labels": whole})  # an encoder-decoder model predicts the whole text
+        if shift is not None:  # an encoder-decoder model predicts the whole text, not only what is masked
+            whole = torch.where(batch["attention_mask"].bool(), batch["input_ids"], IGNORED)
+            batch["decoder_input_ids"] = shift(labels=whole)
         batch["labels"] = torch.where(chosen, batch["input_ids"], IGNORED)
         batch["input_ids"] = torch.where(chosen, tokenizer.mask_token_id, batch["input_ids"])
-        return {**decoder, **batch}  # type: ignore[dict-item]
+        return batch
 
     return encode
 

@@ -235,7 +235,7 @@ def disabled(*operations: str) -> Iterator[None]:
 
 def _backend(operation: str, *tensors: Tensor) -> Backend | None:
     """Return which kernels can take these tensors: Triton's on the current GPU, C's on a CPU, or none."""
-    device, wanted = tensors[0].device, _wanted()
+    device, wanted = tensors[0].device, wanted_kernels()
     if wanted == "0" or operation in _disabled or any(tensor.device != device for tensor in tensors):
         return None
     if device.type == "cuda":
@@ -250,7 +250,8 @@ def _backend(operation: str, *tensors: Tensor) -> Backend | None:
     return "c" if all(type(tensor) is Tensor and not wrapped(tensor) for tensor in tensors) else None
 
 
-def _wanted() -> str:
+def wanted_kernels() -> str:
+    """Return the value of NEUROMANIFOLD_KERNELS, if it is a valid one."""
     value = os.environ.get("NEUROMANIFOLD_KERNELS", "1")
     if value not in ("0", "1", "interpret"):
         raise ValueError(

@@ -105,7 +105,8 @@ class PerSampleBackward:
     ) -> bool:
         """Send cotangents back together, only as far as the uses of the wanted parameters; the graph is kept.
 
-        Gradients of the remaining parameters are not computed, so that each pass is ended here.  Returns False, having done nothing, if several
+        Each cotangent is a pass of its own, which is ended before the next one: two may go to the same accumulator.
+        Gradients of the remaining parameters are not computed.  Returns False, having done nothing, if several
         cotangents are given and an operation of the model cannot be vectorised.
         """
         uses = [use for use in self.uses.found if wanted is None or not wanted.isdisjoint(use.parameters.values())]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.kernels import dispatch
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Plan, Uses, discover
@@ -44,6 +45,7 @@ class PerSampleGradients:
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], batch_dim: int = 0) -> None:
+        dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.hooks, self._batch_dim = Hooks(model, self.parameters), batch_dim
         self.remaining: set[int] = set()
@@ -86,6 +88,10 @@ class PerSampleGradients:
         with self.hooks.capturing(self.excluded):
             yield
 
+    def release(self) -> None:
+        """Let go of the last forward pass: hooks do nothing until the next one is captured."""
+        self.hooks.release()
+
     def require_reference(self) -> None:
         """Verify the next forward pass."""
         self._requested = True
@@ -102,7 +108,7 @@ class PerSampleGradients:
         have turned out to have no per-sample gradients that pass the verification.
         """
         uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
-        if not uses.samples or not self.hooks.modules and not uses.found:
+        if not uses.samples or (not self.hooks.modules and not uses.found):
             return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.found}, self.excluded, True))
         known = self._plans.get(uses.signature)
         if reference is None:

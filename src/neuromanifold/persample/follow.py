@@ -29,18 +29,126 @@ UNKNOWN: Final = -2
 """The samples cannot be followed to this tensor."""
 
 _ELEMENTWISE = frozenset(
-    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Celu Ceil Clamp ClampMax ClampMin Clone Cos "
-    "Cosh Detach Div Elu Erf Erfc Exp Exp2 Expand Expm1 Floor Fmod Gelu Hardshrink Hardsigmoid Hardswish Hardtanh "
-    "Hypot LeakyRelu Lerp Log Log10 Log1P Log2 Logaddexp Logit LogSigmoid MaskedFill Maximum Minimum Mish Mul "
-    "NanToNum NativeDropout Neg Polar Pow Prelu Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Silu Sin "
-    "Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy".split()
+    [
+        "Abs",
+        "Acos",
+        "Acosh",
+        "Add",
+        "Addcdiv",
+        "Addcmul",
+        "Alias",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atan2",
+        "Atanh",
+        "Celu",
+        "Ceil",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Clone",
+        "Cos",
+        "Cosh",
+        "Detach",
+        "Div",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Exp2",
+        "Expand",
+        "Expm1",
+        "Floor",
+        "Fmod",
+        "Gelu",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "Hypot",
+        "LeakyRelu",
+        "Lerp",
+        "Log",
+        "Log10",
+        "Log1P",
+        "Log2",
+        "Logaddexp",
+        "Logit",
+        "LogSigmoid",
+        "MaskedFill",
+        "Maximum",
+        "Minimum",
+        "Mish",
+        "Mul",
+        "NanToNum",
+        "NativeDropout",
+        "Neg",
+        "Polar",
+        "Pow",
+        "Prelu",
+        "Reciprocal",
+        "Relu",
+        "Remainder",
+        "Round",
+        "Rsqrt",
+        "Rsub",
+        "Selu",
+        "Sgn",
+        "Sigmoid",
+        "Silu",
+        "Sin",
+        "Sinc",
+        "Sinh",
+        "Softplus",
+        "Softshrink",
+        "Sqrt",
+        "Square",
+        "Sub",
+        "Tan",
+        "Tanh",
+        "Threshold",
+        "ToCopy",
+        "Trunc",
+        "Where",
+        "Xlogy",
+    ]
 )
-_RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
-_REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
+_RESHAPES = frozenset(
+    ["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Reshape", "ViewAsReal", "ViewAsComplex"]
+)
+_REDUCES = frozenset(
+    [
+        "Sum",
+        "Mean",
+        "Amax",
+        "Amin",
+        "Logsumexp",
+        "Norm",
+        "LinalgVectorNorm",
+        "Std",
+        "Var",
+        "Prod",
+        "Median",
+        "Max",
+        "Min",
+        "All",
+        "Any",
+    ]
+)
 _CUTS = frozenset(
-    "Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split()
+    [
+        "Slice",
+        "ConstantPadNd",
+        "Split",
+        "SplitWithSizes",
+        "UnsafeSplit",
+        "UnsafeSplitWithSizes",
+        "Gather",
+        "IndexSelect",
+    ]
 )
-_ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
+_ALONG = frozenset(["Softmax", "LogSoftmax", "SafeSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"])
 _POOLS = (
     "AvgPool",
     "MaxPool",

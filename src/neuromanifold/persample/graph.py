@@ -48,36 +48,34 @@ _ARGUMENTS = {  # of operations, those that decide where rows go
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor has the samples: in which dimension, how many rows each has there, and which of the two is major.
+    """Where a tensor has the samples: in which dimension, and what is major there if each has several rows.
 
-    `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].
+    `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  How many rows t there are may differ between batches.
     """
 
     dim: int = 0
-    rows: int = 1
     major: Literal["samples", "positions"] = "samples"
     shared: bool = False  # the tensor has none: `dim` is that of what it is broadcast to
 
     def samples_first(self, values: Tensor, samples: int) -> Tensor:
         """Return the tensor as [n, ...], or as [n, t, ...] where samples have several rows."""
         values = values.movedim(self.dim, 0) if self.dim else values
-        if self.rows == 1:
+        if len(values) == samples:
             return values
         if self.major == "samples":
-            return values.reshape(samples, self.rows, *values.shape[1:])
-        return values.reshape(self.rows, samples, *values.shape[1:]).transpose(0, 1)
+            return values.reshape(samples, -1, *values.shape[1:])
+        return values.reshape(-1, samples, *values.shape[1:]).transpose(0, 1)
 
-    def before(self, shape: torch.Size) -> int:
+    def before(self, shape: torch.Size, samples: int) -> int:
         """Return the place of the samples as `follow` counts it."""
-        return shape[: self.dim].numel() * (self.rows if self.major == "positions" else 1)
+        return shape[: self.dim].numel() * (shape[self.dim] // samples if self.major == "positions" else 1)
 
 
 def stacked(dim: int, size: int, samples: int) -> list[Layout]:
     """Return the layouts of a dimension that may hold several rows of each sample."""
     if not samples or not size or size % samples:
         return []
-    rows = size // samples
-    return [Layout(dim, rows, "samples")] + ([Layout(dim, rows, "positions")] if rows > 1 else [])
+    return [Layout(dim)] + ([Layout(dim, "positions")] if size > samples else [])
 
 
 @dataclass(eq=False)
@@ -130,11 +128,11 @@ class BroadcastSite:
         if not self.is_product:
             return Dense(self.gradients(g, layout))
         g = layout.samples_first(g, samples)
-        g = g if layout.rows > 1 else g[:, None]  # [n, t, o]
+        g = g if g.ndim > 2 else g[:, None]  # [n, t, o]
         if self.partner is None:
             return Dense(g.sum(1))
         x = layout.samples_first(self.partner, samples)
-        x = x if layout.rows > 1 else x[:, None]  # [n, t, i]
+        x = x if x.ndim > 2 else x[:, None]  # [n, t, i]
         turned = any(_transposes(node) for node in self.path)
         return Product(g, x) if turned else Product(x, g)
 

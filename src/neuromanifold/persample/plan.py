@@ -189,17 +189,17 @@ def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layo
     places = uses.followed()
     for use in uses.found:
         place = places.get(use.key)
-        fitting = [layout for layout in use.layouts if place is not None and _fits(use, layout, place)]
+        fitting = [layout for layout in use.layouts if place is not None and _fits(use, layout, place, uses.samples)]
         candidates[use.key] = tuple(dict.fromkeys((*fitting, *use.layouts)))
         if fitting:
             sure[use.key] = fitting[0]
     return candidates, sure
 
 
-def _fits(use: Use, layout: Layout, place: int) -> bool:
+def _fits(use: Use, layout: Layout, place: int, samples: int) -> bool:
     if use.capture is None:
-        return layout.before(use.sites[0].result) == place
-    return place == SHARED if layout.shared else layout.before(use.capture.shape) == place
+        return layout.before(use.sites[0].result, samples) == place
+    return place == SHARED if layout.shared else layout.before(use.capture.shape, samples) == place
 
 
 def combinations(

@@ -84,6 +84,7 @@ def make_plan(
             layouts |= best[group][1]  # type: ignore[arg-type]
             del pending[group]
         if not pending:
+            wrong |= check.failed - uses.counts.keys()
             break
     followed = uses.samples == 1 or all(sure.get(key) == layout for key, layout in layouts.items())
     return Plan(dict(layouts), excluded | wrong, followed, check.zero)
@@ -95,7 +96,7 @@ class Verification:
     def __init__(
         self, uses: Uses, plan: Plan, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter]
     ) -> None:
-        seen = _Observations()
+        seen = _Observations(logits)
         sums = _WeightedSums(_sample_weights(logits), parameters)
         backward = PerSampleBackward(hooks, parameters, uses, plan)
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
@@ -103,20 +104,25 @@ class Verification:
         self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
-        wrong = (i for i in uses.counts if not seen.agree(i, sums.totals.get(i), reference.gradients.get(i)))
+        # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
+        expected = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
+        wrong = (i for i in expected if not seen.agree(i, sums.totals.get(i), reference.gradients.get(i)))
         self.failed = frozenset(refused) | frozenset(wrong)
         """Parameters whose per-sample gradients are not autograd's."""
 
 
 class _Observations:
-    """What is captured: how large gradients are, in which precision, and which rules refuse."""
+    """What is captured: how large gradients are, in which precision, and which rules refuse.
 
-    def __init__(self) -> None:
+    The lowest precision counts for all: autocast computes in bfloat16 what the gradients of float32 come from.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
         self.nonzero: set[Key] = set()
         self.refusing: set[int] = set()
         self._sizes: dict[int, float] = {}
-        self._precisions: dict[int, float] = {}  # of the arithmetic: float32 products may be TF32
-        self._tolerances: dict[int, float] = {}
+        self._precision = self._tolerance = 0.0
+        self._lower_precision(logits)
 
     @torch.no_grad()
     def captured(self, use: Use, g: Tensor) -> None:
@@ -127,9 +133,9 @@ class _Observations:
         x = use.sites[0].partner if use.capture is None else use.capture.x
         if x is not None and x.is_floating_point():
             size *= max(1.0, float(root_mean_square(x.detach())))
+        self._lower_precision(g)
         for i in use.parameters.values():
             self._sizes[i] = self._sizes.get(i, 0.0) + size
-            self._lower_precision(i, g)
 
     def refused(self, use: Use) -> None:
         """Note the parameters of a use whose rule does not apply."""
@@ -142,21 +148,20 @@ class _Observations:
             expected = torch.zeros_like(total) if expected is None and total is not None else expected
         if total is None or expected is None:
             return True
-        self._lower_precision(i, expected)
+        self._lower_precision(expected)
         expected = expected.to(total)
         if bool(expected.isnan().any()):
             return bool(total.isnan().any())  # the result will show it
         difference, *sizes = (_norm(t) for t in (total - expected, total, expected))
-        rounding = _ROUNDING * self._precisions[i] * self._sizes.get(i, 0.0)
-        return difference <= self._tolerances[i] * max(sizes) + rounding
+        rounding = _ROUNDING * self._precision * self._sizes.get(i, 0.0)
+        return difference <= self._tolerance * max(sizes) + rounding
 
-    def _lower_precision(self, i: int, values: Tensor) -> None:
+    def _lower_precision(self, values: Tensor) -> None:
         tolerance, precision = _TOLERANCE[values.dtype], torch.finfo(values.dtype).eps
         rounds = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
         if values.is_cuda and values.dtype == torch.float32 and rounds:
             tolerance, precision = _TF32
-        self._tolerances[i] = max(tolerance, self._tolerances.get(i, 0.0))
-        self._precisions[i] = max(precision, self._precisions.get(i, 0.0))
+        self._tolerance, self._precision = max(tolerance, self._tolerance), max(precision, self._precision)
 
 
 class _WeightedSums:

@@ -41,6 +41,10 @@ class Batch(NamedTuple):
         args, kwargs = tuple(map(move, self.args)), {key: move(value) for key, value in self.kwargs.items()}
         return Batch(args, kwargs, None if self.labels is None else move(self.labels), self.number)
 
+    def copied(self) -> Batch:
+        """Copy all tensors: some models work in place on their inputs."""
+        return self._replace(args=map_tensors(_copy, self.args), kwargs=map_tensors(_copy, self.kwargs))
+
     def cut(self, samples: int, rows: slice, batch_dim: int = 0) -> Batch:
         """Some of its samples; tensors in which samples cannot be found stay as they are."""
         labels = self.labels
@@ -48,6 +52,11 @@ class Batch(NamedTuple):
             dim = batch_dim if labels.ndim > batch_dim and labels.shape[batch_dim] == samples else 0
             labels = _slice(labels, dim, rows)
         return Batch(*cut((self.args, self.kwargs), samples, rows, batch_dim), labels, self.number)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    own = tensor.detach().clone()
+    return own.requires_grad_() if tensor.requires_grad else own
 
 
 def _moves_itself(value: object) -> bool:

@@ -32,6 +32,10 @@ class Outputs(NamedTuple):
         """The number of distributions that count: samples, tokens or pixels; on a GPU a tensor."""
         return self.logits[..., 0].numel() if self.valid is None else self.valid.sum()
 
+    def detached(self) -> Outputs:
+        """Return the same without the autograd graph, and so without activations."""
+        return self._replace(logits=self.logits.detach())
+
     def select(self, values: Tensor, compact: bool = False) -> Tensor:
         """Flatten values [B, ..., *rest] to rows [R, *rest] of the positions that count.
 
@@ -105,8 +109,11 @@ def read_outputs(
     mask = attention_mask(batch)
     if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
         mask = mask.movedim(batch_dim, 0)
-    if mask is not None and mask.shape == positions and logits.ndim > 2:
-        valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
+    if mask is not None and logits.ndim > 2:
+        if mask.shape == positions:
+            valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
+        elif batch.labels is None or batch.labels.ndim != len(positions):
+            raise ValueError(where + _wrong_mask(mask, positions, ignore_index))
     return Outputs(logits, labels, valid, batch.number)
 
 
@@ -147,6 +154,15 @@ def _wrong_labels(labels: Tensor, logits: Tensor, given: Tensor, class_dim: int,
         advice = "A batch (a, b) means inputs a and labels b: for a model with two inputs yield ((a, b), labels). "
         advice += "Leave out labels that do not belong to single outputs."
     return message("labels", f"of shape {shapes}", f"shape {list(labels.shape)}", advice)
+
+
+def _wrong_mask(mask: Tensor, positions: torch.Size, ignore_index: int) -> str:
+    """What to do about a mask that does not say which of the logits' positions count, where no labels do either."""
+    advice = f"Yield labels of that shape, with {ignore_index} (ignore_index) at positions that do not count, such as "
+    advice += "padding and virtual tokens of a prompt; the other labels matter only to estimators that use labels."
+    return message(
+        "attention_mask", f"of shape {list(positions)}, the logits' positions", f"shape {list(mask.shape)}", advice
+    )
 
 
 def _arranged(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:

@@ -126,13 +126,13 @@ class Problem:
         return RepeatedBatches(self)
 
     def evaluate(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
-        """Run the model on a batch; with an `estimator` that uses labels, the batch must have some."""
+        """Run the model on a copy of a batch; with an `estimator` that uses labels, the batch must have some."""
         if estimator is not None and estimator.needs_labels and batch.labels is None:
             keys = f" under {self.label_key!r} (keys: {', '.join(batch.kwargs)})" if batch.kwargs else ""
             advice = "Yield (inputs, labels), or a dict and its label_key, or choose an estimator without labels."
             text = message("labels", f"given for {estimator}", f"none{keys}", advice)
             raise ValueError(f"Batch {batch.number} of `data`: {text}")
-        output = call(self.model, batch, self._signature, self.label_key)
+        output = call(self.model, batch.copied(), self._signature, self.label_key)
         scalar = self.likelihood is not Categorical
         outputs = read_outputs(output, batch, self.class_dim, self.ignore_index, self.batch_dim, scalar)
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
@@ -160,18 +160,14 @@ class Problem:
 
     @torch.no_grad()
     def inspect(self, batch: Batch, outputs: Outputs) -> None:
-        """Warn of outputs, labels and masks that look wrong, and of samples that influence each other.
+        """Warn of outputs and labels that look wrong, and of samples that influence each other.
 
         For the first batch of a call, in a session: it takes a forward pass of three samples, and waits for a GPU.
         """
         if not len(outputs.logits):
             return
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
-        notes = (
-            suspicions.probabilities_note(core),
-            suspicions.labels_note(core, outputs, self.ignore_index),
-            suspicions.mask_note(batch, outputs, self.ignore_index),
-        )
+        notes = (suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index))
         for note in filter(None, notes):
             warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
         if note := suspicions.mixing_note(self, batch, outputs):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
-from neuromanifold.problem.outputs import Outputs, attention_mask
-from neuromanifold.problem.unchanged import random_states
+from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.unchanged import model_states
 
 if TYPE_CHECKING:
     from neuromanifold.problem.problem import Problem
@@ -71,17 +71,6 @@ def labels_note(core: Core, outputs: Outputs, ignore_index: int) -> str:
     return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
 
 
-def mask_note(batch: Batch, outputs: Outputs, ignore_index: int) -> str:
-    """A warning if the attention mask does not fit the logits and no labels say which positions count, else ""."""
-    mask, positions = attention_mask(batch), outputs.logits.shape[:-1]
-    labelled = outputs.labels is not None and outputs.labels.shape == positions
-    if mask is None or labelled or len(positions) < 2 or sorted(mask.shape) == sorted(positions):
-        return ""
-    text = f"`attention_mask` has shape {list(mask.shape)}, but the logits' positions are {list(positions)}: it is not "
-    text += "used, and every position counts, of padding too. Yield labels of the positions' shape, with "
-    return text + f"{ignore_index} (ignore_index) where a position does not count."
-
-
 def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
     """A warning if samples influence each other, else ""."""
     if not samples_influence_each_other(problem, batch, outputs):
@@ -104,7 +93,7 @@ def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Output
     if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
     valid = None if outputs.valid is None else outputs.valid[:few]
-    restore = random_states()
+    restore = model_states(problem.model)
     try:
         alone = problem.evaluate(batch.cut(samples, slice(few), problem.batch_dim)).logits
         if same_logits(problem, alone, outputs.logits[:few], valid):

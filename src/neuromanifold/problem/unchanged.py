@@ -22,8 +22,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     place.  Flags are set one by one: a module's own `train()` may do more than that, such as merging weights.
     """
     flags = {module: module.training for module in model.modules()}
-    buffers = [_Buffers(module) for module in flags]
-    restore_random = random_states()
+    restore = model_states(model)
     try:
         recurrent = [module for module in flags if isinstance(module, nn.RNNBase)]
         plain = [module for module in recurrent if not module.dropout]
@@ -38,11 +37,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
-        restore_random()
+        restore()
         for module, training in flags.items():
             module.training = training
-        for buffer in buffers:
-            buffer.restore()
 
 
 @contextmanager
@@ -82,6 +79,18 @@ def random_states() -> Callable[[], None]:
         np.random.set_state(legacy)  # noqa: NPY002
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
+
+    return restore
+
+
+def model_states(model: nn.Module) -> Callable[[], None]:
+    """Return a function that puts a model's buffers and the global random states back to what they are now."""
+    buffers, restore_random = [_Buffers(module) for module in model.modules()], random_states()
+
+    def restore() -> None:
+        restore_random()
+        for buffer in buffers:
+            buffer.restore()
 
     return restore
 

@@ -22,7 +22,7 @@ from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
-from neuromanifold.results.trace import check_reduction
+from neuromanifold.results.trace import Reduction, check_reduction
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.granularity import Granularity
@@ -104,7 +104,18 @@ def fisher_diagonal(
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
-    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=estimator.noise_factor > 0)
+    return diagonal_of(problem, settings, options, view, rtol)
+
+
+def diagonal_of(
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction = "mean",
+    rtol: float | None = None,
+) -> DiagonalFisher:
+    """Return the diagonal of a problem whose arguments have been checked."""
+    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=settings.estimator.noise_factor > 0)
     counts = _run(problem, settings, sums, options, rtol)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),

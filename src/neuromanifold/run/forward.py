@@ -10,7 +10,7 @@ from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.unchanged import random_states
+from neuromanifold.problem.unchanged import model_states
 
 
 def captured_forward(
@@ -18,14 +18,16 @@ def captured_forward(
 ) -> tuple[Outputs, PerSampleBackward]:
     """Run the model until it is clear which of its parameters can be done per sample.
 
-    All forward passes of a batch begin with the same random state, so that noise inside of a model is no difference.
+    All forward passes of a batch begin with the same random states and buffers, so that noise inside of a model is no
+    difference, and a model that counts its calls counts one for each batch.
     A model that fails with hooks, and not without, is left to autograd.
     """
     restore: Callable[[], None] | None = None
     reference = None
+    engine.release()
     while True:
         if engine.needs_reference and reference is None:
-            restore = random_states()
+            restore = model_states(problem.model)
             outputs = problem.evaluate(batch, estimator)
             reference = engine.reference(outputs.logits)
             del outputs

@@ -210,9 +210,10 @@ class CapturedSteps:
             passes, step.method.passes = step.method.passes - passes, passes
             counted = sums.tally()
             sums.set_tally(tally)
-        kept = outputs._replace(logits=outputs.logits.detach())
         first = found[0] if found else None
-        self._graphs[key] = _CapturedBatch(own, kept, first, passes, counted.since(tally), forward, backward)
+        self._graphs[key] = _CapturedBatch(
+            own, outputs.detached(), first, passes, counted.since(tally), forward, backward
+        )
 
     def _has_room(self) -> bool:
         """Whether there is memory for the activations of one more batch; always, if graphs are asked for."""

@@ -80,7 +80,7 @@ def run(
                     if saved:
                         saved.begin_batch(item)
                     batch = problem.read(item, number)
-                    outputs = process(batch)
+                    outputs = process(batch).detached()  # without its activations
                     sums.synchronize()
                     if not counts.batches:
                         problem.inspect(batch, outputs)
@@ -88,7 +88,6 @@ def run(
                     counts.running_positions = counts.running_positions + outputs.positions
                     counts.batches, counts.next = counts.batches + 1, number + 1
                     counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
-                    del outputs  # and with it all activations, before the next batch
                     if reporter:
                         reporter.batch_done(lambda: counts.progress(relative_error()))
                     counts.stopped = enough(counts) if enough else ""

@@ -23,7 +23,7 @@ from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.suspicions import callers_level
-from neuromanifold.problem.unchanged import random_states
+from neuromanifold.problem.unchanged import model_states
 from neuromanifold.run.forward import captured_forward
 from neuromanifold.run.granularity import Granularity, SlowPathWarning
 
@@ -199,10 +199,10 @@ class PerSample(Method):
     @override
     def verify_late(self, batch: Batch) -> None:
         if self.engine.came_late:
-            restore = random_states()
+            restore = model_states(self._problem.model)
             self.engine.require_reference()
             captured_forward(self._problem, batch, self.engine, self._estimator)
-            self.engine.hooks.release()
+            self.engine.release()
             restore()
 
     @override

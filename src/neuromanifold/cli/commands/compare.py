@@ -12,7 +12,7 @@ import typer
 from neuromanifold.cli.console import print_facts, print_table
 from neuromanifold.cli.options import Patterns
 from neuromanifold.core.checks import message
-from neuromanifold.diagnostics.trials import coverage
+from neuromanifold.diagnostics.runs import coverage
 from neuromanifold.report.formats import brief
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.diagonal import load_diagonal

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.diagnostics.trials import EPSILON, short_name
+from neuromanifold.diagnostics.runs import EPSILON, short_name
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
 from neuromanifold.experiments.paper.folder import versions
 from neuromanifold.experiments.paper.run import PaperRun

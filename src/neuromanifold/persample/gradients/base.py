@@ -48,7 +48,10 @@ class Form(ABC):
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """‖g_n‖², [n]."""
-        norms = [self.gradients(*piece, dtype).flatten(1).square().sum(1) for piece in self.pieces()]
+        norms = [
+            self.gradients(start, stop, dtype).reshape(stop - start, self.shape.numel()).square().sum(1)
+            for start, stop in self.pieces()
+        ]
         return torch.cat(norms) if norms else torch.zeros(0, dtype=dtype, device=self.device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
