@@ -155,7 +155,8 @@ def test_numbers_without_noise_do_not_look_accurate(tmp_path: Path) -> None:
     assert table[0].endswith("rel. s.e.")
     assert all(row.endswith("–") for row in table[2 : table.index(table[1], 2)])
     assert "rel. s.e.: Σ standard errors / Σ entries, of the probes' noise; –: not random" in said
-    assert f"(not random, but {target})" in said
+    assert "(not random, but biased)" in said
+    assert f"right for F:  {target}" in said
     assert "±" not in said
     deep_result(0).save(tmp_path / "h.safetensors")
     assert "(standard error, at most)" in good("show", tmp_path / "h.safetensors")

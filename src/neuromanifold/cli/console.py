@@ -52,7 +52,8 @@ def print_result(
     view = "per sample" if result.reduction == "mean" else "sum over samples"
     header = ("parameter" if each else HEADER[0], *HEADER[1:])
     print_table(f"Diagonal of the Fisher information, {view}", header, summary.rows(each), NOTE)
-    total, noise, target = summary.everything.total, summary.everything.noise, result.provenance.target
+    everything, target = summary.everything, result.provenance.target.partition(" (")[0]
+    total, noise = everything.total, everything.noise
     error = "not random" if target in ("exact", "unbiased") else f"not random, but {target}"
     found = {"trace": f"{total:.6g}" + (f" ± {noise:.2g} (standard error, at most)" if noise else f" ({error})")}
     found |= provenance_facts(summary)
