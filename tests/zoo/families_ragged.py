@@ -87,7 +87,9 @@ def _einsum(z: Tensor, count: Tensor) -> Tensor:
 
 def _sparse(z: Tensor, count: Tensor) -> Tensor:
     places = torch.stack([owner(count), torch.arange(len(z))])
-    return torch.sparse.mm(torch.sparse_coo_tensor(places, z.new_ones(len(z)), (len(count), len(z))), z)
+    return torch.sparse.mm(
+        torch.sparse_coo_tensor(places, z.new_ones(len(z)), (len(count), len(z)), check_invariants=False), z
+    )
 
 
 def _split(z: Tensor, count: Tensor) -> Tensor:

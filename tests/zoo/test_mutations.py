@@ -164,11 +164,11 @@ LAYERS: dict[type[nn.Module], Kind] = {
 }
 
 
-def right_or_error(kind: str, kinds: dict[str, Kind], examples: int = 6) -> None:
+def right_or_error(kind: str, kinds: dict[str, Kind], examples: int = 6, batches: int = 4) -> None:
     @settings(max_examples=examples)
     @given(spec=specs(kind))
     def check(spec: Spec) -> None:
-        found = judge_all(spec, kinds)
+        found = judge_all(replace(spec, sizes=spec.sizes[:batches]), kinds)
         note(str(make(spec, kinds).chosen))
         assert all(verdict.fine for verdict in found.values()), found
 
@@ -241,7 +241,9 @@ def odd_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("odd_rule")
 @pytest.mark.parametrize("how", WAYS)
 def test_a_wrong_rule_of_the_user_is_seen(how: str) -> None:
-    right_or_error("layer", {"layer": network(lambda m: Odd(m.d, how), LAYOUTS)}, examples=12)
+    """If it is wrong for some data only, it is seen where these are in a batch that is verified."""
+    batches = 2 if how == "the other sign for large inputs" else 4
+    right_or_error("layer", {"layer": network(lambda m: Odd(m.d, how), LAYOUTS)}, examples=12, batches=batches)
 
 
 @pytest.mark.parametrize("when", ["from the second batch on", "for other sizes", "for one sample", "for many samples"])

@@ -110,8 +110,13 @@ def _unchanged_alone(problem: Problem, batch: Batch, outputs: Outputs, rows: Ten
     try:
         alone = problem.evaluate(batch.cut(samples, rows, problem.batch_dim)).logits
     except Exception:
-        repeated = rows.repeat(-(-samples // len(rows)))[:samples]
-        alone = problem.evaluate(batch.cut(samples, repeated, problem.batch_dim)).logits[: len(rows)]
+        copies = torch.arange(samples, device=rows.device) % len(rows)
+        repeated = problem.evaluate(batch.cut(samples, rows[copies], problem.batch_dim)).logits
+        alone = repeated[: len(rows)]
+        if not same_logits(problem, alone[copies], repeated):
+            raise
+    if len(alone) != len(rows):
+        raise ValueError("The inputs were cut along another dimension than the samples'.")
     return same_logits(problem, alone, outputs.logits[rows], None if outputs.valid is None else outputs.valid[rows])
 
 
