@@ -69,7 +69,7 @@ def test_what_comes_later_is_verified_then(open_from: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
-    assert result.provenance.verified == 3
+    assert result.provenance.verified == (2 if open_from == 1 else 3)  # of which two are the first ones
     for name, value in one_by_one(model, data).items():
         torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-14)
 
@@ -152,9 +152,9 @@ def test_a_rule_that_is_right_at_first_and_wrong_later_ends_the_run(monkeypatch:
     nm.rule(Amplified, parameters=("shift",))(lambda call: {"shift": Dense(call.g)})
     x = torch.zeros(4, 3, dtype=torch.float64)
     model = nn.Sequential(Amplified())
-    nm.fisher_diagonal(model, [x, x, x], nm.Exact())
+    nm.fisher_diagonal(model, [x, x], nm.Exact())
     with pytest.raises(nm.VerificationError, match=r"0.shift were right on an earlier batch.*granularity='batch'"):
-        nm.fisher_diagonal(model, [x, x, x + 3.0], nm.Exact())
+        nm.fisher_diagonal(model, [x, x + 3.0], nm.Exact())
 
 
 def test_batches_of_one_sample_need_no_second_verification() -> None:
