@@ -69,3 +69,18 @@ class GradientRows:
 
     def synchronize(self) -> None:
         """Nothing waits."""
+
+
+class KeptForms:
+    """Keeps the per-sample gradients of one backward pass in the form in which they come."""
+
+    def __init__(self) -> None:
+        self.forms: dict[int, Form] = {}
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Keep those of parameter number i."""
+        del made_by
+        self.forms[i] = form
+
+    def end_pass(self) -> None:
+        """Nothing waits."""
