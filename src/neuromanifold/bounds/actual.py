@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from neuromanifold.bounds.network import empirical_spectral_error, pair_squares
-from neuromanifold.bounds.norms import Norm, Product, frobenius_norm, spectral_norm
+from neuromanifold.bounds.norms import Norm, frobenius_norm, spectral_norm
 from neuromanifold.bounds.result import Actual
 from neuromanifold.core import Categorical, Core
+from neuromanifold.operators.krylov import Product
 from neuromanifold.operators.operator import FisherOperator, Middle
 from neuromanifold.problem.problem import Problem
 

@@ -77,12 +77,12 @@ def _joined(a: Stack, b: Stack) -> Stack:
     values = [
         None
         if x is None and y is None
-        else torch.cat([_zeros(y, a) if x is None else x, _zeros(x, b) if y is None else y])
+        else torch.cat([_no_gradients(y, a) if x is None else x, _no_gradients(x, b) if y is None else y])
         for x, y in zip(a.values, b.values, strict=True)
     ]
     return Flat(values, a.shape)
 
 
-def _zeros(like: Tensor | None, stack: Stack) -> Tensor:
+def _no_gradients(like: Tensor | None, stack: Stack) -> Tensor:
     assert like is not None
     return like.new_zeros(stack.samples, *like.shape[1:])

@@ -61,7 +61,7 @@ class Terms(NamedTuple):
         return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def eigenpairs(core: Categorical) -> tuple[Tensor, Tensor]:
+def scaled_eigenvectors(core: Categorical) -> tuple[Tensor, Tensor]:
     """All C - 1 eigenpairs of M but the zero: λ [n, C-1] descending, and √λ_i v_i as rows [n, C-1, C]."""
     values, vectors = core.spectrum(core.dim - 1)
     return values, square_root(values)[..., None] * vectors
@@ -70,7 +70,7 @@ def eigenpairs(core: Categorical) -> tuple[Tensor, Tensor]:
 def network_terms(K: Tensor, core: Categorical, labels: Tensor | None) -> Terms:
     """All terms for Gram matrices K [n, C, C] and the core at the logits [n, C], in float64."""
     p = core.probs
-    values, scaled = eigenpairs(core)  # descending: values[:, i] is the paper's λ_(C-i)
+    values, scaled = scaled_eigenvectors(core)  # descending: values[:, i] is the paper's λ_(C-i)
     inside = scaled @ K @ scaled.mT  # [n, C-1, C-1]  ⟨√λ_i Jᵀv_i, √λ_j Jᵀv_j⟩
     traces = inside.diagonal(dim1=-2, dim2=-1)
     total = traces.sum(-1)
@@ -111,7 +111,7 @@ def pair_squares(gram: Tensor, core: Categorical) -> tuple[Tensor, Tensor]:
     For Prop. 7 (E = ppᵀ) [n, n], and for Prop. 8 (E the eigenpairs below the k-th) [k, n, n], from the Gram matrix
     [n·C, n·C] of all ∂z_c(x)/∂θ.
     """
-    p, (_, scaled), n = core.probs, eigenpairs(core), core.probs.shape[0]
+    p, (_, scaled), n = core.probs, scaled_eigenvectors(core), core.probs.shape[0]
     whole = gram.view(n, core.dim, n, core.dim)
     along = torch.einsum("nc,ncmd->nmd", p, whole)
     upper = torch.einsum("nmd,md->nm", along, p).square()
@@ -177,7 +177,7 @@ def _given_label(p: Tensor, labels: Tensor | None, largest: Tensor, top2: Tensor
 
 def _label_error(K: Tensor, core: Categorical, labels: Tensor) -> Tensor:
     """‖Jᵀ(M - R(y))J‖_σ, [n]."""
-    root, difference = _root(K), core.fisher() - core.empirical_fisher(labels)
+    root, difference = _gram_root(K), core.fisher() - core.empirical_fisher(labels)
     found: Tensor = torch.linalg.eigvalsh(root.mT @ difference @ root).abs().amax(-1)
     return found
 
@@ -197,7 +197,7 @@ def _label_errors(K: Tensor, core: Categorical) -> Tensor:
     diag(a) - wwᵀ solve Σ_i w_i²/(a_i - λ) = 1.  The left side grows between poles, so intervals are halved that hold
     the only one below zero, and the largest one, which lies between the two largest a_i.
     """
-    root = _root(K)
+    root = _gram_root(K)
     a, Q = torch.linalg.eigh(root.mT @ core.fisher() @ root)  # ascending
     rotated = root @ Q
     squares = (rotated - core.probs[:, None] @ rotated).square()  # [n, y, i]
@@ -215,7 +215,7 @@ def _label_errors(K: Tensor, core: Categorical) -> Tensor:
     return torch.maximum(lowest.abs(), highest.abs())
 
 
-def _root(K: Tensor) -> Tensor:
+def _gram_root(K: Tensor) -> Tensor:
     """R with R Rᵀ = K."""
     values, vectors = torch.linalg.eigh(K)
     root: Tensor = vectors * values.clamp(min=0).sqrt()[:, None]

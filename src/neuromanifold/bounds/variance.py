@@ -161,12 +161,14 @@ def orthogonal_variance(
         return deflated_variance(core, jacobian, deflate, noise, granularity)
     if probes >= core.rank:
         columns = torch.stack([core.column(i) for i in range(core.rank)])  # [r, n, c]
-        return orthogonal_probe_variance(_along(columns, J), core.rank, noise, granularity)
+        return orthogonal_probe_variance(_derivatives_along(columns, J), core.rank, noise, granularity)
     scaled = own_columns(core, deflate, probes)  # [n, k, c]
     k, (d, mix) = scaled.shape[1], remainder(core, scaled)
     axes = torch.eye(d, dtype=core.dtype, device=core.device)[:, None, :].expand(d, len(J), d)
-    rest = orthogonal_probe_variance(_along(mix(axes), J), probes - k, noise, granularity)
-    return rest + orthogonal_probe_variance(_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity)
+    rest = orthogonal_probe_variance(_derivatives_along(mix(axes), J), probes - k, noise, granularity)
+    return rest + orthogonal_probe_variance(
+        _derivatives_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity
+    )
 
 
 def orthogonal_probe_variance(
@@ -264,7 +266,7 @@ def _leading_columns(core: Core, J: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return square_root(values.double())[..., None] * along, rest
 
 
-def _along(vectors: Tensor, J: Tensor) -> Tensor:
+def _derivatives_along(vectors: Tensor, J: Tensor) -> Tensor:
     """The derivatives [n, r, p] along vectors [r, n, c]."""
     return torch.einsum("rnc,ncp->nrp", vectors.double(), J)
 

@@ -112,7 +112,7 @@ def load_model(
     if classes is not None:
         integer_in_range(classes, "classes", 1, 10**7, "outputs of the classifier")
     if is_function_name(source):
-        loaded = _from_function(source, wanted, classes, adapter)
+        loaded = _model_from_function(source, wanted, classes, adapter)
     else:
         dtype = dtype or "float32"
         loaded = _from_pretrained(source, wanted, adapter, classes, DTYPES[dtype], seed, revision)
@@ -154,7 +154,7 @@ def _task_of(architectures: list[str], source: str) -> Task:
     raise LoadError(message("model", "a classifier or a language model", got, advice))
 
 
-def _from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
+def _model_from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
     if classes is not None or adapter is not None:
         option = "classes" if classes is not None else "adapter"
         raise LoadError(message(option, "left out for module:function", "both", "Let the function do it."))

@@ -13,7 +13,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message, promoted
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.operators.factors_result import FisherFactors
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
@@ -85,7 +85,7 @@ def fisher_factors(
     settings, view, layout = (
         Settings.of(estimator, granularity, seed),
         check_reduction(reduction),
-        Layout.of(problem.parameters),
+        ParameterLayout.of(problem.parameters),
     )
     device = problem.device if device is None else device
     stack = _Stack(layout.size, _check_dtype(dtype), device, data, max_bytes)

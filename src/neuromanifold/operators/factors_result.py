@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
-from neuromanifold.operators.layout import Layout, V
-from neuromanifold.operators.metric import Solution, StoredMetric, not_negative, stored_fields
+from neuromanifold.operators.layout import ParameterLayout, V
+from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import Reduction, TraceEstimate
@@ -32,7 +32,7 @@ class FisherFactors(StoredMetric):
     """
 
     def __init__(
-        self, rows: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction = "mean"
+        self, rows: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction = "mean"
     ) -> None:
         self.rows = rows
         super().__init__(rows, layout, count, provenance, reduction)
@@ -74,7 +74,7 @@ class FisherFactors(StoredMetric):
                 message("patterns", f"such that one of {list(self.layout.shapes)[:3]} matches", str(patterns))
             )
         rows = torch.cat([self._columns(name) for name in names], 1)
-        layout = Layout({name: self.layout.shapes[name] for name in names})
+        layout = ParameterLayout({name: self.layout.shapes[name] for name in names})
         return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
 
     # ------------------------------------------------------------------------------------------------ spectrum
@@ -111,7 +111,7 @@ class FisherFactors(StoredMetric):
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I) = P log(damping) + log det(I + G Gᵀ/damping); half of it is the log volume element."""
-        damping = not_negative(damping, "damping", positive=True)
+        damping = finite_number(damping, "damping", positive=True)
         values = self._spectrum / self._divisor
         return float((values / damping).log1p().sum()) + self.layout.size * math.log(damping)
 
@@ -121,7 +121,7 @@ class FisherFactors(StoredMetric):
         In float64, with (damping I + G Gᵀ)⁻¹ from the spectrum of G Gᵀ.  Without damping, or with more rows than
         parameters, by conjugate gradients with `tol` and `maxiter`.
         """
-        damping = not_negative(damping, "damping")
+        damping = finite_number(damping, "damping")
         if not damping or self.rank > self.layout.size:
             return super().solve(rhs, damping, tol, maxiter)
         tol = self._tolerance(tol)

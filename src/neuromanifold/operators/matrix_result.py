@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
-from neuromanifold.operators.layout import Layout, V
-from neuromanifold.operators.metric import Solution, StoredMetric, not_negative, stored_fields
+from neuromanifold.operators.layout import ParameterLayout, V
+from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
@@ -31,7 +31,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
     def __init__(
         self,
         blocks: dict[str, Tensor],
-        layout: Layout,
+        layout: ParameterLayout,
         count: int,
         provenance: Provenance,
         reduction: Reduction = "mean",
@@ -68,7 +68,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             slices = [self.layout.slices[parameter] for parameter in kept]
             place = slice(slices[0].start, slices[-1].stop)
             block = self.blocks[""][place, place]
-        return FisherMatrix({"": block}, Layout(kept), self.count, self.provenance, self.reduction)
+        return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
@@ -112,7 +112,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I); half of it is the logarithm of the volume element √det."""
-        damping = not_negative(damping, "damping", positive=True)
+        damping = finite_number(damping, "damping", positive=True)
         values = self.eigenvalues().double().clamp(min=0)
         warn_below_rounding(damping, float(values[0]) if len(values) else 0.0, self.precision)
         return float((values + damping).log().sum())
@@ -120,7 +120,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
     def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
         """x with (F + damping I) x = rhs, from the spectrum; without damping the shortest x that fits best."""
         del tol, maxiter
-        damping = not_negative(damping, "damping")
+        damping = finite_number(damping, "damping")
         block, back = self._read(rhs, "rhs")
         x = torch.empty_like(block)
         for name, place in self._places.items():

@@ -12,7 +12,6 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self
 
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.core.checks import finite_number, integer_in_range, message, promoted
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
-from neuromanifold.operators.layout import Layout, V, Vector
+from neuromanifold.operators.layout import ParameterLayout, V, Vector
 from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
 from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
@@ -53,7 +52,7 @@ class Metric(ABC):
     and `cg` take it as it is.
     """
 
-    layout: Layout
+    layout: ParameterLayout
     reduction: Reduction
     precision: torch.dtype  # of vectors: float32 or float64
     device: torch.device
@@ -183,7 +182,7 @@ class Metric(ABC):
 
         The standard error is that of the probes; few steps have an error of their own, which it does not show.
         """
-        damping = not_negative(damping, "damping", positive=True)
+        damping = finite_number(damping, "damping", positive=True)
         probes = integer_in_range(probes, "probes", 2, 10**9, "two or more have a spread")
         steps = min(integer_in_range(steps, "steps", 1, 10**9, "products with a block"), self.layout.size)
         seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
@@ -197,7 +196,7 @@ class Metric(ABC):
         F is singular as a rule, so without damping rhs should be in its range, as gradients of log-likelihoods are.  If
         it is not, the iteration ends where only the part in F's kernel is left.
         """
-        damping, tol = not_negative(damping, "damping"), self._tolerance(tol)
+        damping, tol = finite_number(damping, "damping"), self._tolerance(tol)
         maxiter = integer_in_range(maxiter, "maxiter", 1, 10**9, "products with a block")
         block, back = self._read(rhs, "rhs")
         x, residuals, iterations = conjugate_gradients(self._scaled, block, damping, tol, maxiter)
@@ -257,7 +256,7 @@ class Metric(ABC):
     def _tolerance(self, tol: float | None) -> float:
         if tol is None:
             return math.sqrt(torch.finfo(self.precision).eps)
-        return not_negative(tol, "tol")
+        return finite_number(tol, "tol")
 
 
 class StoredMetric(Metric, Scalable):
@@ -265,7 +264,9 @@ class StoredMetric(Metric, Scalable):
 
     provenance: Provenance
 
-    def __init__(self, like: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction) -> None:
+    def __init__(
+        self, like: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction
+    ) -> None:
         self.layout, self.provenance, self.reduction = layout, provenance, reduction
         self.precision, self.device = promoted(like.dtype), like.device
         self._count = count
@@ -292,15 +293,7 @@ class StoredMetric(Metric, Scalable):
         save_tensors(path, tensors, kind, {**head, "provenance": self.provenance.to_json()})
 
 
-def stored_fields(head: dict[str, Any]) -> tuple[Layout, int, Provenance, Reduction]:
+def stored_fields(head: dict[str, Any]) -> tuple[ParameterLayout, int, Provenance, Reduction]:
     """The layout, count, provenance and reduction that `StoredMetric` wrote to a file's header."""
-    layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
+    layout = ParameterLayout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
     return layout, int(head["count"]), Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
-
-
-def not_negative(value: float, argument: str, positive: bool = False) -> float:
-    """The value as a float, if it is a finite number >= 0 (> 0 if `positive`)."""
-    number = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
-    if not number or (positive and not value):
-        raise ValueError(message(argument, "a number > 0" if positive else "a number >= 0", repr(value)))
-    return float(value)

@@ -18,7 +18,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator, Exact, Lower, Upper
 from neuromanifold.estimators.envelopes import Envelope
 from neuromanifold.operators.jacobian import JacobianProducts
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
@@ -108,7 +108,7 @@ class FisherOperator(Metric):
         """
         self.problem, self.middle, self.reduction = problem, middle, reduction
         self._estimator, self._progress, self._batches = estimator, progress, problem.repeated()
-        self.layout, self.device = Layout.of(problem.parameters), problem.device
+        self.layout, self.device = ParameterLayout.of(problem.parameters), problem.device
         exact = any(parameter.dtype == torch.float64 for parameter in problem.parameters.values())
         self.precision = torch.float64 if exact else torch.float32
         self._count: list[int] = []  # shared by views

@@ -73,7 +73,7 @@ def path_length(
         step = {name: torch.sub(*_alike(b[name], a[name])) for name in chosen}
         lengths = []
         for where in (0.5,) if rule == "midpoint" else (0.0, 1.0):
-            at.load_state_dict({name: _between(a[name], b[name], where) for name in a}, strict=False)
+            at.load_state_dict({name: _interpolated(a[name], b[name], where) for name in a}, strict=False)
             metric = fisher_operator(at, data, **options) if metric is None else metric
             lengths.append(metric.length(step))
         segments.append(sum(lengths) / len(lengths))
@@ -108,5 +108,5 @@ def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype), b.to(a.device, dtype)
 
 
-def _between(a: Tensor, b: Tensor, where: float) -> Tensor:
+def _interpolated(a: Tensor, b: Tensor, where: float) -> Tensor:
     return torch.lerp(*_alike(a, b), where) if a.is_floating_point() else (b if where else a)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.fingerprint import fingerprint
@@ -233,8 +232,7 @@ def _check_rtol(rtol: float, estimator: Estimator) -> None:
     if not estimator.noise_factor:
         advice = "It has no noise that more data would lower; leave out rtol."
         raise ValueError(message("rtol", f"None for {estimator}", repr(rtol), advice))
-    if isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not 0 < rtol < math.inf:
-        raise ValueError(message("rtol", "a positive number such as 0.05", repr(rtol)))
+    finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
 
 
 def make_provenance(

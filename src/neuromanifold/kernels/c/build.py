@@ -63,15 +63,15 @@ def _load_or_build(source: Path, function: str, compiler: list[str]) -> ctypes.C
     try:
         _cache().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=_cache()) as folder:
-            return _build(command, function, Path(folder) / name, _cache() / name)
+            return _compile(command, function, Path(folder) / name, _cache() / name)
     except (OSError, RuntimeError):
         with tempfile.TemporaryDirectory(prefix="neuromanifold-", ignore_cleanup_errors=True) as folder:
-            return _build(command, function, Path(folder) / name, None)
+            return _compile(command, function, Path(folder) / name, None)
 
 
-def _build(command: list[str], function: str, made: Path, kept: Path | None) -> ctypes.CDLL:
+def _compile(command: list[str], function: str, made: Path, kept: Path | None) -> ctypes.CDLL:
     """Compile, and load; what works is kept, with a digest of it beside it."""
-    _run([*command, "-o", str(made)])
+    _output_of([*command, "-o", str(made)])
     found = _load(made, function)
     if kept is not None:
         seal = made.with_suffix(_SEAL)
@@ -95,7 +95,7 @@ def _for_this_processor(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], byt
     """Flags, and the macros that a compiler defines with them: its version, and what the processor can do."""
     for own in _THIS_PROCESSOR:
         try:
-            return (*_FLAGS, *own), _run([*compiler, *own, "-dM", "-E", "-x", "c", os.devnull])
+            return (*_FLAGS, *own), _output_of([*compiler, *own, "-dM", "-E", "-x", "c", os.devnull])
         except subprocess.CalledProcessError:
             continue
     raise OSError("The compiler does not work.")
@@ -108,7 +108,7 @@ def _load(path: Path, function: str) -> ctypes.CDLL:
     return found
 
 
-def _run(command: list[str]) -> bytes:
+def _output_of(command: list[str]) -> bytes:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_LIMIT)
     return done.stdout
 

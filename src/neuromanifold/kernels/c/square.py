@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.kernels.c import build
-from neuromanifold.kernels.values import Accumulators, Windows
+from neuromanifold.kernels.values import Accumulators, Windows, flat_positions, source_positions
 
 SOURCE = Path(__file__).with_name("square.c")
 LEAST = 2**18  # multiplications: for less, nothing need be compiled
@@ -25,7 +25,7 @@ _FILLED, _OF_A_GROUP = 0.25, 16  # of a tile at least; and rows, so that what is
 _COLUMNS, _ROWS, _BLOCK = {True: 256, False: 576}, 128, 2**16 + 2**13  # of a block; the former for one tap
 
 
-class _Job(ctypes.Structure):
+class _SquareJob(ctypes.Structure):
     """As in square.c."""
 
     _fields_ = (
@@ -73,7 +73,7 @@ class _Sizes(NamedTuple):
     taps: int
 
 
-def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     """Do what `dispatch.add_squares_of_products` says, for left and right in float32 with any strides."""
     if not _float32(left, right, to):
         return False
@@ -83,10 +83,10 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bo
     sizes = _Sizes(samples, groups, positions, rows, channels, 1)
     strides = left.stride(2), right.stride(2), right.stride(3)
     one, other = (_Side(side, side.stride(0), side.stride(1), side.stride(3)) for side in (left, right))
-    return _run(one, other, to, sizes, lambda: _of_products(positions, *strides))
+    return _call(one, other, to, sizes, lambda: _of_products(positions, *strides))
 
 
-def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
+def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
     """Add squares of windows of slid [n, g·c, *space] times fixed [n, g·o, *positions] to sums [g·o, c, *kernel]."""
     if not _float32(slid, fixed, to):
         return False
@@ -96,7 +96,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
     left = _Side(fixed, fixed.stride(0), rows * fixed.stride(1), fixed.stride(1))
     right = _Side(slid, slid.stride(0), channels * slid.stride(1), slid.stride(1))
     options = (kernel, stride, padding, dilation, slid.stride()[2:], fixed.stride()[2:])
-    return _run(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), positions, *options))
+    return _call(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), positions, *options))
 
 
 def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
@@ -106,7 +106,7 @@ def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     return single and all(tensor.is_contiguous() for tensor in sums)
 
 
-def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
+def _call(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
     if prod(sizes) < LEAST:
         return False
     threads = torch.get_num_threads()
@@ -124,7 +124,7 @@ def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: 
     pointers = (_pointer(tensor) for tensor in (left.values, right.values, to.squares, to.fourths, *tables))
     square_factor, fourth_factor, factor = to.kernel_factors
     factors = (factor, square_factor, fourth_factor)
-    job = _Job(*pointers, *sizes, pixels, *left.strides, *right.strides, *block, *factors)
+    job = _SquareJob(*pointers, *sizes, pixels, *left.strides, *right.strides, *block, *factors)
     return bool(kernel.add_squares(ctypes.byref(job), build.parallel(), threads))
 
 
@@ -181,27 +181,14 @@ def _of_convolution(
     padded = tuple(size + 2 * amount for size, amount in zip(space, padding, strict=True))
     step = stride if prod(kernel) == 1 else (1,) * len(space)
     pixels = windows if prod(kernel) == 1 else padded
-    source, outside = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.bool)
-    for size, many, apart, amount, unit in zip(space, pixels, step, padding, slid, strict=True):
-        at = torch.arange(many) * apart - amount
-        source = source[..., None] + at * unit
-        outside = outside[..., None] | (at < 0) | (at >= size)
-    source = source.masked_fill(outside, -1).flatten()
+    source = source_positions(space, pixels, step, padding, slid)
     if prod(kernel) == 1:
         right_at, taps = torch.arange(len(source)), torch.zeros(1, dtype=torch.int64)
     else:
         steps = [prod(padded[d + 1 :]) for d in range(len(padded))]
-        right_at = _grid(windows, [a * b for a, b in zip(steps, stride, strict=True)])
-        taps = _grid(kernel, [a * b for a, b in zip(steps, dilation, strict=True)])
-    return _Tables(_grid(windows, fixed), right_at, taps, source)
-
-
-def _grid(shape: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Σ_d position_d · step_d for all positions of a shape, flat."""
-    total = torch.zeros((), dtype=torch.int64)
-    for size, step in zip(shape, steps, strict=True):
-        total = total[..., None] + torch.arange(size) * step
-    return total.flatten()
+        right_at = flat_positions(windows, [a * b for a, b in zip(steps, stride, strict=True)])
+        taps = flat_positions(kernel, [a * b for a, b in zip(steps, dilation, strict=True)])
+    return _Tables(flat_positions(windows, fixed), right_at, taps, source)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from neuromanifold.kernels.triton.images import (
     Arrangement,
-    Layout,
+    ImageFormat,
     alignment,
     arrangement,
     check_windows,
@@ -36,10 +36,10 @@ from neuromanifold.kernels.triton.images import (
     readable,
 )
 from neuromanifold.kernels.triton.launch import ceil_div, multiprocessors, split_samples
-from neuromanifold.kernels.triton.tiles import HALF, Config, choose
+from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convolution_tiles
 
 
-class Plan(NamedTuple):
+class ConvolutionLaunch(NamedTuple):
     """All that does not depend on the numbers in the tensors."""
 
     shape: tuple[int, int]  # of the sums
@@ -66,7 +66,7 @@ def add_squares(
     tf32: bool = False,
     deterministic: bool = False,
     split: int | None = None,
-    config: Config | None = None,
+    config: ConvolutionTiles | None = None,
 ) -> None:
     """squares += a Σ_n (f G_n)² and fourths += b Σ_n (f G_n)⁴, for `factors` a, b, f.
 
@@ -77,7 +77,7 @@ def add_squares(
     """
     flags = tf32, fourths is not None, deterministic
     (x, x_layout), (g, g_layout) = readable(x), readable(g)
-    plan = _plan(
+    plan = _convolution_launch(
         x.device, x_layout, g_layout, kernel, stride, padding, dilation, groups, flags, split, config
     )  # fmt: skip
     for sums in (squares, fourths):
@@ -92,7 +92,7 @@ def add_squares(
         parts = (plan.grid[1], *plan.shape)
         targets = [squares.new_empty(parts), None if fourths is None else squares.new_empty(parts)]
     a, b, f = factors
-    _squares[plan.grid](
+    _square_convolutions[plan.grid](
         x, g, *targets, x_scales, g_scales, kept(plan.table), *plan.sizes,
         a if fourths is not None else a * f * f, b, f, **plan.options,
     )  # fmt: skip
@@ -103,10 +103,10 @@ def add_squares(
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _convolution_launch(
     device: torch.device,
-    x: Layout,
-    g: Layout,
+    x: ImageFormat,
+    g: ImageFormat,
     kernel: tuple[int, ...],
     stride: tuple[int, ...],
     padding: tuple[int, ...],
@@ -114,8 +114,8 @@ def _plan(
     groups: int,
     flags: tuple[bool, bool, bool],
     split: int | None,
-    config: Config | None,
-) -> Plan:
+    config: ConvolutionTiles | None,
+) -> ConvolutionLaunch:
     """Which copies are made, how the work is cut, and all that the compiler must know."""
     tf32, fourths, deterministic = flags
     (samples, channels, *space), (_, outs, *out) = x.shape, g.shape
@@ -124,7 +124,7 @@ def _plan(
     scaled = tf32 and dtype == torch.float32
     dtype = torch.float16 if scaled else dtype
     multiple = _multiple(channels, groups)
-    config = config or choose(
+    config = config or convolution_tiles(
         outs, ceil_div(ins, multiple) * multiple * taps, positions, samples, groups, dtype, fourths, taps == 1
     )
     padded = [size + 2 * amount for size, amount in zip(space, padding, strict=True)]
@@ -161,7 +161,7 @@ def _plan(
         t_align = 1
     else:
         o_align = i_align = 1
-    return Plan(
+    return ConvolutionLaunch(
         shape=(outs * groups, ins * taps),
         x=x_plan,
         g=g_plan,
@@ -195,7 +195,7 @@ def _multiple(channels: int, groups: int) -> int:
     return 4 if groups == 1 and channels % 4 and 3 * ceil_div(channels, 4) <= channels else 1
 
 
-def _check_sizes(x: Layout, g: Layout, numbers: int) -> None:
+def _check_sizes(x: ImageFormat, g: ImageFormat, numbers: int) -> None:
     """Raise a ValueError for what the kernel would misread."""
     dtypes = (torch.float32, *HALF)
     if x.dtype not in dtypes or g.dtype not in dtypes:
@@ -207,7 +207,7 @@ def _check_sizes(x: Layout, g: Layout, numbers: int) -> None:
 
 
 @triton.jit(do_not_specialize=["samples", "share", "groups", "outs", "ins", "taps", "positions", "size"])
-def _squares(
+def _square_convolutions(
     x,
     g,
     squares,

@@ -24,11 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from neuromanifold.kernels.triton.launch import ceil_div, power_of_two
+from neuromanifold.kernels.values import flat_positions, source_positions
 
 TABLE = 256  # tables of positions are filled up to a multiple of this: the largest block of positions
 
 
-class Layout(NamedTuple):
+class ImageFormat(NamedTuple):
     """What a tensor [n, c, *space] is like, as far as kernels differ by it."""
 
     shape: torch.Size
@@ -36,12 +37,12 @@ class Layout(NamedTuple):
     last: bool  # channels last in memory; else contiguous
 
 
-def readable(values: Tensor) -> tuple[Tensor, Layout]:
+def readable(values: Tensor) -> tuple[Tensor, ImageFormat]:
     """The same numbers, contiguous or channels last; the latter where it is both."""
     last = values.movedim(1, -1).is_contiguous()
     if not last:
         values = values.contiguous()
-    return values, Layout(values.shape, values.dtype, last)
+    return values, ImageFormat(values.shape, values.dtype, last)
 
 
 class Arrangement(NamedTuple):
@@ -67,7 +68,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangement(
-    layout: Layout,
+    layout: ImageFormat,
     device: torch.device,
     dtype: torch.dtype,
     positions: Sequence[int] | None = None,
@@ -123,7 +124,7 @@ def alignment(count: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _read(values, table, p, c, channels, length, positions, LAST: tl.constexpr, TABLE: tl.constexpr):
+def _load_positions(values, table, p, c, channels, length, positions, LAST: tl.constexpr, TABLE: tl.constexpr):
     """[positions, channels] of one sample; zero outside."""
     source = p
     inside = p < positions
@@ -175,7 +176,7 @@ def _arrange(
     if SCALED:
         largest = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
         for start in range(0, positions, BLOCK_P):
-            value = _read(values, table, start + p, c, channels, length, positions, LAST, TABLE)
+            value = _load_positions(values, table, start + p, c, channels, length, positions, LAST, TABLE)
             largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))  # ordered as positive floats are
         most = tl.max(largest, axis=0)
         exponent = tl.where(most == 0, 140, tl.maximum(most >> 23, 14))  # scales and their inverses: normal numbers
@@ -183,12 +184,12 @@ def _arrange(
         down = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
         tl.store(scales + n * stored + c, down, mask=c < stored)
         for start in range(0, positions, BLOCK_P):
-            value = _read(values, table, start + p, c, channels, length, positions, LAST, TABLE) * up[None, :]
+            value = _load_positions(values, table, start + p, c, channels, length, positions, LAST, TABLE) * up[None, :]
             mask = (start + p < positions)[:, None] & (c < stored)[None, :]
             tl.store(to + (start + p)[:, None] * stored + c[None, :], value.to(to.dtype.element_ty), mask=mask)
     else:
         p += first
-        value = _read(values, table, p, c, channels, length, positions, LAST, TABLE)
+        value = _load_positions(values, table, p, c, channels, length, positions, LAST, TABLE)
         mask = (p < positions)[:, None] & (c < stored)[None, :]
         tl.store(to + p[:, None] * stored + c[None, :], value.to(to.dtype.element_ty), mask=mask)
 
@@ -204,8 +205,8 @@ def offsets(
 ) -> Tensor:
     """Where the kernel's positions lie in an image, and after them where the windows do: int32 [k + t], then zeros."""
     steps = _steps(space)
-    taps = _grid(kernel, [step * d for step, d in zip(steps, dilation, strict=True)])
-    windows = _grid(out, [step * s for step, s in zip(steps, stride, strict=True)])
+    taps = flat_positions(kernel, [step * d for step, d in zip(steps, dilation, strict=True)])
+    windows = flat_positions(out, [step * s for step, s in zip(steps, stride, strict=True)])
     return _move(torch.cat([taps, torch.nn.functional.pad(windows, (0, -len(windows) % TABLE))]), device)
 
 
@@ -236,19 +237,14 @@ def _sources(
     device: torch.device,
 ) -> Tensor:
     """Where each position comes from in the image: int32, -1 from outside."""
-    total, outside = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.bool)
-    for size, many, amount, step, unit in zip(space, positions, padding, stride, _steps(space), strict=True):
-        at = torch.arange(many, dtype=torch.int32) * step - amount
-        total = total[..., None] + at * unit
-        outside = outside[..., None] | (at < 0) | (at >= size)
-    return _move(total.masked_fill(outside, -1).flatten(), device)
+    return _move(source_positions(space, positions, stride, padding, _steps(space)), device)
 
 
 _recorded: dict[int, Tensor] = {}
 
 
 def kept(table: Tensor | None) -> Tensor | None:
-    """The table, which lives on once it is part of a CUDA graph: a replay reads it, whatever caches have forgotten."""
+    """The table, kept alive once it is part of a CUDA graph: a replay reads it after caches have dropped it."""
     if table is not None and table.is_cuda and torch.cuda.is_current_stream_capturing():
         _recorded[id(table)] = table
     return table
@@ -257,17 +253,9 @@ def kept(table: Tensor | None) -> Tensor | None:
 def _move(table: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "Tables cannot be made while a CUDA graph is recorded; let the same shapes pass once before."
+            "Tables cannot be made while a CUDA graph is captured; run the same shapes eagerly once before."
         )
-    return table.to(device)
-
-
-def _grid(shape: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Σ_d position_d · step_d for all positions of a shape, flat."""
-    total = torch.zeros((), dtype=torch.int32)
-    for size, step in zip(shape, steps, strict=True):
-        total = total[..., None] + torch.arange(size, dtype=torch.int32) * step
-    return total.flatten()
+    return table.to(device, torch.int32)
 
 
 def _steps(space: Sequence[int]) -> list[int]:

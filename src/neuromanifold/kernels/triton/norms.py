@@ -63,7 +63,7 @@ def _channels(
     tl.store(sums + ROWS_ALL + row, shift, mask=here)
 
 
-def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+def launch_feature_norm(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
     """LayerNorm (centred) or RMSNorm over the last dimension: (Σ_t g∘x̂, Σ_t g) as [n, d] each, for x, g [n, t, d]."""
     n, t, d = g.shape
     columns = power_of_two(d)
@@ -81,11 +81,11 @@ def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tup
 
 
 def fits_feature_norm(x: Tensor, g: Tensor) -> bool:
-    """Whether `feature_norm_sums` can do it."""
+    """Whether `launch_feature_norm` can do it."""
     return x.shape[-1] <= _LARGEST and x.stride(-1) == 1 and g.stride(-1) == 1
 
 
-def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def launch_channel_norm(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x̂ = (x - mean)/√(variance + eps) by channel: (Σ_l g∘x̂, Σ_l g) as [n, c] each, for contiguous x, g [n, c, p]."""
     n, c, length = g.shape
     sums = torch.empty((2, n, c), dtype=torch.float32, device=g.device)

@@ -18,7 +18,7 @@ _POSITIONS, _COLUMNS = 32, 512
 
 
 @triton.jit
-def _rows(
+def _square_rows(
     values, ids, squares, fourths, T, D, v_n, v_t, square_factor, fourth_factor, factor,
     POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, FOURTHS: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _rows(
             tl.atomic_add(fourths + row * D + d, acc * acc * fourth_factor, mask=d < D, sem="relaxed")
 
 
-def add_squares_of_rows(
+def launch_row_squares(
     values: Tensor, ids: Tensor, squares: Tensor, fourths: Tensor | None, factors: tuple[float, float, float]
 ) -> None:
     """squares[r] += a Σ_n (f Σ_{t: id = r} v[n, t])², and fourths with b, for values [n, t, d] and ids [n, t].
@@ -59,7 +59,7 @@ def add_squares_of_rows(
         return
     columns, positions = (min(most, max(16, power_of_two(size))) for most, size in ((_COLUMNS, d), (_POSITIONS, t)))
     a, b, f = factors
-    _rows[(n * t, ceil_div(d, columns))](
+    _square_rows[(n * t, ceil_div(d, columns))](
         values, ids, squares, fourths, t, d, values.stride(0), values.stride(1), a, b, f,
         POSITIONS=positions, COLUMNS=columns, FOURTHS=fourths is not None, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from neuromanifold.kernels.triton.launch import ceil_div
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Config(NamedTuple):
+class ConvolutionTiles(NamedTuple):
     """How one program cuts the work, and how the compiler arranges it."""
 
     block_o: int
@@ -32,28 +32,45 @@ class Config(NamedTuple):
         return max(1, min(4, 2**16 // registers, 227 * 2**10 // memory))
 
 
-CONFIGS: dict[Literal["ieee", "half"], tuple[Config, ...]] = {
+CONFIGS: dict[Literal["ieee", "half"], tuple[ConvolutionTiles, ...]] = {
     "half": (
-        *(Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 4), Config(128, 128, 32, 8, 4)),
-        *(Config(128, 64, 64, 8, 4), Config(128, 64, 64, 4, 3), Config(128, 64, 32, 4, 4)),
-        *(Config(64, 128, 64, 4, 3), Config(64, 128, 64, 8, 3), Config(64, 128, 32, 4, 4)),
-        *(Config(64, 64, 64, 4, 3), Config(64, 64, 128, 4, 3), Config(64, 64, 32, 4, 4)),
-        *(Config(64, 32, 64, 4, 4), Config(64, 16, 64, 4, 4)),
+        *(
+            ConvolutionTiles(128, 128, 64, 8, 3),
+            ConvolutionTiles(128, 128, 64, 8, 4),
+            ConvolutionTiles(128, 128, 32, 8, 4),
+        ),
+        *(
+            ConvolutionTiles(128, 64, 64, 8, 4),
+            ConvolutionTiles(128, 64, 64, 4, 3),
+            ConvolutionTiles(128, 64, 32, 4, 4),
+        ),
+        *(
+            ConvolutionTiles(64, 128, 64, 4, 3),
+            ConvolutionTiles(64, 128, 64, 8, 3),
+            ConvolutionTiles(64, 128, 32, 4, 4),
+        ),
+        *(ConvolutionTiles(64, 64, 64, 4, 3), ConvolutionTiles(64, 64, 128, 4, 3), ConvolutionTiles(64, 64, 32, 4, 4)),
+        *(ConvolutionTiles(64, 32, 64, 4, 4), ConvolutionTiles(64, 16, 64, 4, 4)),
     ),
     "ieee": (
-        *(Config(64, 64, 32, 4, 3), Config(64, 64, 16, 4, 3), Config(64, 64, 16, 4, 4), Config(64, 64, 32, 4, 2)),
-        *(Config(128, 64, 16, 8, 3), Config(128, 128, 16, 8, 3)),
-        *(Config(32, 64, 32, 4, 3), Config(64, 16, 32, 4, 3)),
+        *(
+            ConvolutionTiles(64, 64, 32, 4, 3),
+            ConvolutionTiles(64, 64, 16, 4, 3),
+            ConvolutionTiles(64, 64, 16, 4, 4),
+            ConvolutionTiles(64, 64, 32, 4, 2),
+        ),
+        *(ConvolutionTiles(128, 64, 16, 8, 3), ConvolutionTiles(128, 128, 16, 8, 3)),
+        *(ConvolutionTiles(32, 64, 32, 4, 3), ConvolutionTiles(64, 16, 32, 4, 3)),
     ),
 }
-"""Candidates; `choose` takes one of them."""
+"""Candidates; `convolution_tiles` takes one of them."""
 
 LIMIT = 128  # registers a thread for sums: with more, nothing is left for addresses
 EDGE = {"half": 64, "ieee": 32}  # a program that makes a tile of (o, i) loads as if it had cost 1 + EDGE (1/o + 1/i)
 WIDE = {"half": 128, "ieee": 64}  # and wider than this nothing is gained
 
 
-def choose(
+def convolution_tiles(
     outs: int,
     width: int,
     positions: int,
@@ -62,7 +79,7 @@ def choose(
     dtype: torch.dtype,
     fourths: bool,
     pointwise: bool = True,
-) -> Config:
+) -> ConvolutionTiles:
     """The candidate with the least work, what is cut off at edges and left idle counted in.
 
     In half precision, windows larger than a point are read so irregularly that small tiles with many positions were
@@ -70,9 +87,9 @@ def choose(
     """
     kind: Literal["ieee", "half"] = "half" if dtype in HALF else "ieee"
     if kind == "half" and not pointwise:
-        return Config(64, 64, 128 if positions >= 128 else 64, 4, 3)
+        return ConvolutionTiles(64, 64, 128 if positions >= 128 else 64, 4, 3)
 
-    def cost(config: Config) -> float:
+    def cost(config: ConvolutionTiles) -> float:
         blocks = ceil_div(outs, config.block_o), ceil_div(width, config.block_i)
         steps = ceil_div(positions, config.block_t) * config.block_t
         done: float = blocks[0] * config.block_o * blocks[1] * config.block_i * steps

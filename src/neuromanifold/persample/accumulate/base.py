@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.persample.gradients import Form
 
 
@@ -51,3 +53,8 @@ class StatefulSums(GradientSums, Protocol):
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore it."""
+
+
+def zero_sums(parameter: Tensor) -> Tensor:
+    """Zeros of a parameter's shape on its device, in float32 or better: where squares of gradients are added."""
+    return torch.zeros(parameter.shape, dtype=promoted(parameter.dtype), device=parameter.device)

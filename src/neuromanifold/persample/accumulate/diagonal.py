@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.core.checks import promoted
+from neuromanifold.persample.accumulate.base import Pass, zero_sums
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, own
 from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
 
@@ -83,10 +84,10 @@ class DiagonalSums:
             return
         look = self._look(values[0].device)
         if look == "now" or not (self.capturing or all(self._units[i] for i in used)):
-            for i, size in zip(used, _read(_sizes(values)), strict=True):
+            for i, size in zip(used, _read_back(_root_mean_squares(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
-            self._sizes.update(zip(used, _sizes(values), strict=True))
+            self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
@@ -103,7 +104,7 @@ class DiagonalSums:
             if i in self._products and not self._products[i].goes_on_with(form):
                 self._add_product(i, self._products.pop(i))  # x @ w has the cotangent on the right
             if i not in self._products:
-                self._products[i] = SquaredProduct.of(form, _precise(self._parameters[i]))
+                self._products[i] = SquaredProduct.of(form, promoted(self._parameters[i].dtype))
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
             return
         squares = self._square(i)
@@ -140,7 +141,7 @@ class DiagonalSums:
         """
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
-            for i, size in zip(there, _read(list(there.values())), strict=True):
+            for i, size in zip(there, _read_back(list(there.values())), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
@@ -203,13 +204,13 @@ class DiagonalSums:
     def _fourth_powers(self, i: int) -> Tensor:
         kept = self._fourths[i]
         if kept is None:
-            kept = self._fourths[i] = _zeros_like(self._parameters[i])
+            kept = self._fourths[i] = zero_sums(self._parameters[i])
         return kept
 
     def _square(self, i: int) -> Tensor:
         kept = self._squares[i]
         if kept is None:
-            kept = self._squares[i] = _zeros_like(self._parameters[i])
+            kept = self._squares[i] = zero_sums(self._parameters[i])
         return kept
 
     def end_pass(self) -> None:
@@ -233,7 +234,7 @@ class DiagonalSums:
         small, found = self._small.squares(), []
         for i, square in enumerate(self._squares):
             both = square + small[i] if square is not None and i in small else small.get(i, square)
-            found.append(_zeros_like(self._parameters[i]) if both is None else both)
+            found.append(zero_sums(self._parameters[i]) if both is None else both)
         return found
 
     def relative_error(self) -> float | None:
@@ -248,7 +249,7 @@ class DiagonalSums:
         """
         small, found = self._small.fourths(), []
         for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
-            zeros = _zeros_like(parameter.new_empty(()))
+            zeros = zero_sums(parameter.new_empty(()))
             unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
             if i in small:
                 total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
@@ -267,7 +268,7 @@ def _chosen(group: int) -> int:
     return random.Random(group).randrange(_ONE_IN)
 
 
-def _read(sizes: list[Tensor]) -> list[float]:
+def _read_back(sizes: list[Tensor]) -> list[float]:
     """From a GPU at once, if it is one."""
     if len({size.device for size in sizes}) > 1:
         return [float(size) for size in sizes]
@@ -275,7 +276,7 @@ def _read(sizes: list[Tensor]) -> list[float]:
     return values
 
 
-def _sizes(values: list[Tensor]) -> list[Tensor]:
+def _root_mean_squares(values: list[Tensor]) -> list[Tensor]:
     """The root mean square of each."""
     norms = torch._foreach_norm(values)
     return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
@@ -288,14 +289,6 @@ def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
     values = [torch.empty_like(square) for square in squares]
     torch._foreach_copy_(values, gradients)
     return values
-
-
-def _precise(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _zeros_like(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=_precise(parameter), device=parameter.device)
 
 
 def _power_of_two_near(rms: float) -> float:

@@ -55,7 +55,7 @@ class SmallSums:
 
     def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
         """Take gradients of single samples with respect to parameter number i, [n, *shape]."""
-        entry = _Entry(values, scale, noise, _version(values))
+        entry = _Entry(values, scale, noise, _tensor_version(values))
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
@@ -66,7 +66,7 @@ class SmallSums:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        if any(_version(entry.values) != entry.version for entry in waiting.values()):
+        if any(_tensor_version(entry.values) != entry.version for entry in waiting.values()):
             text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
             raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
         layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
@@ -137,7 +137,7 @@ def own(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, copy=True)
 
 
-def _version(values: Tensor) -> int:
+def _tensor_version(values: Tensor) -> int:
     return 0 if values.is_inference() else values._version
 
 

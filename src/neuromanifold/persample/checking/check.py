@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.persample.checking.examination import Examination, RuleRow
+from neuromanifold.persample.checking.examination import RuleExamination, RuleRow
 from neuromanifold.persample.checking.inputs import check_inputs, own_parameters
 from neuromanifold.persample.rules.registry import find_rule, known_rules, why_no_rule
 
@@ -43,7 +43,9 @@ class RuleCheck:
 
     def __str__(self) -> str:
         table = [("parameter", "relative error", "in float32", "form", "verdict")]
-        table += [(r.parameter, _number(r.error), _number(r.error32), r.form, r.problem or "ok") for r in self.rows]
+        table += [
+            (r.parameter, _scientific(r.error), _scientific(r.error32), r.form, r.problem or "ok") for r in self.rows
+        ]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in table]
         lines.insert(1, "-" * max(map(len, lines)))
@@ -89,7 +91,7 @@ def check_rule(
     generator = torch.Generator().manual_seed(seed)
     stirred = _stirred(module, generator)
     given = check_inputs(stirred, inputs, options, samples)
-    examination = Examination(stirred, rule, given, generator)
+    examination = RuleExamination(stirred, rule, given, generator)
     rows = examination.run()
     problems, cases = tuple(examination.problems), tuple(examination.cases)
     return RuleCheck(type(module).__name__, rule.function.__name__, rows, problems, cases)
@@ -105,5 +107,5 @@ def _stirred(module: nn.Module, generator: torch.Generator) -> nn.Module:
     return module
 
 
-def _number(value: float) -> str:
+def _scientific(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1e}" if value else "0"

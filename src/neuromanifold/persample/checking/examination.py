@@ -41,7 +41,7 @@ class RuleRow:
 
 
 @dataclass
-class Examination:
+class RuleExamination:
     """All cases of one rule.  Each has a fresh copy of the module, so that none spoils another."""
 
     module: nn.Module

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels.values import Accumulators
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
@@ -102,7 +102,7 @@ class Dense(Form):
             got = f"{list(self.shape)} for each sample"
             advice = "A rule's Dense has the samples first, then the parameter's shape."
             raise ValueError(message("gradients", f"of the parameter's shape {list(parameter.shape)}", got, advice))
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        dtype = promoted(parameter.dtype)
         values = self.values if self.shape == parameter.shape else self.values.reshape(self.samples, *parameter.shape)
         return values if values.dtype == dtype else values.to(dtype)
 

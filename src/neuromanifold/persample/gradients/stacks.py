@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows, Sum
 from neuromanifold.persample.rules.convolution import Convolution
 
@@ -93,7 +94,7 @@ class Factors(Stack):
         some = next(left for left in self.lefts if left is not None)
         self.samples, self.classes, self.device = some.shape[0], len(self.lefts), some.device
         self.positions, self.outs = some.shape[1], some.shape[2]
-        self.dtype = _precise(some.dtype)
+        self.dtype = promoted(some.dtype)
 
     @property
     def numbers(self) -> int:
@@ -202,7 +203,7 @@ class Several(Stack):
         table = [part for part in kinds if part.looks_up]
         if not (len(product) == len(table) == 1 and len(self.parts) == 2):
             return super().inner()
-        mixed = _between(product[0], table[0])
+        mixed = _product_with_rows(product[0], table[0])
         return product[0].inner() + table[0].inner() + mixed + mixed.mT
 
     @torch.no_grad()
@@ -227,7 +228,7 @@ class Forms(Stack):
     def __post_init__(self) -> None:
         some = next(form for form in self.forms if form is not None)
         self.samples, self.classes, self.device = some.samples, len(self.forms), some.device
-        self.dtype = _precise(_dtype_of(some))
+        self.dtype = promoted(_dtype_of(some))
 
     @property
     def numbers(self) -> int:
@@ -311,7 +312,7 @@ def _gram(right: Tensor) -> Tensor:
     return right @ right.mT
 
 
-def _between(product: Factors, table: Factors) -> Tensor:
+def _product_with_rows(product: Factors, table: Factors) -> Tensor:
     """⟨g_nc, g_nd⟩ of c's product with d's rows: Σ_ts left_c[t, id_s] (right_t·values_ds), [n, c, d]."""
     found = torch.empty(product.samples, product.classes, table.classes, dtype=torch.float64, device=product.device)
     for n in range(product.samples):
@@ -354,10 +355,6 @@ def _shared(sides: Sequence[Tensor | None]) -> Tensor | None:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _dtype_of(form: Form) -> torch.dtype:
