@@ -204,7 +204,7 @@ def test_convolutions(module, space, kind):
 def test_forms_use_it_and_agree_with_torch(monkeypatch):
     left, right = noise(4, 30, 64), noise(4, 30, 96)
     done = []
-    monkeypatch.setattr(square, "_run", lambda *args, run=square._run: done.append(run(*args)) or done[-1])
+    monkeypatch.setattr(square, "_call", lambda *args, run=square._call: done.append(run(*args)) or done[-1])
     natively, by_torch = accumulators(64, 96, unit=4.0), accumulators(64, 96, unit=4.0)
     Product(left, right).add_squares(natively)
     assert done == [True]

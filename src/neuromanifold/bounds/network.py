@@ -21,7 +21,6 @@ from torch import Tensor
 
 from neuromanifold.bounds.norms import spectral_norm
 from neuromanifold.core import Categorical
-from neuromanifold.core.sums import square_root
 
 _BLOCK = 2**22  # numbers that are worked on at a time
 _HALVINGS = 60  # of intervals that hold an eigenvalue
@@ -63,8 +62,8 @@ class Terms(NamedTuple):
 
 def scaled_eigenvectors(core: Categorical) -> tuple[Tensor, Tensor]:
     """All C - 1 eigenpairs of M but the zero: λ [n, C-1] descending, and √λ_i v_i as rows [n, C-1, C]."""
-    values, vectors = core.spectrum(core.dim - 1)
-    return values, square_root(values)[..., None] * vectors
+    spectrum = core.spectrum(core.dim - 1)
+    return spectrum.values, spectrum.factor()
 
 
 def network_terms(K: Tensor, core: Categorical, labels: Tensor | None) -> Terms:
