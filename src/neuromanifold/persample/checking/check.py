@@ -6,7 +6,7 @@ for each case:
     module, input and output gradient are as before
 
     a batch; one sample; none; one parameter at a time; float32         the rule alone
-    called twice; samples in several rows; one input for all samples    in a small network, by the driver
+    called twice; samples in several rows; one input for all samples    in a small network, by the engine
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from neuromanifold.persample.rules.registry import find_rule, known_rules, why_n
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What `check_rule` found: a row for each parameter, problems of the rule as a whole, and what was tried."""
+    """What `check_rule` found: a row for each parameter, problems of the rule itself, and the cases."""
 
     module: str
     rule: str
@@ -64,10 +64,10 @@ def check_rule(
     samples: int = 8,
     seed: int = 0,
 ) -> RuleCheck:
-    """Try a module's rule against autograd, sample by sample; print the result, or ask its `.passed`.
+    """Compare a module's rule with autograd, sample by sample; print the result, or read its `.passed`.
 
-    Nothing of the module is changed: copies are tried, in eval mode, in float64 and in float32, with parameters moved a
-    little at random.
+    The module is not changed: the checks run on copies, in eval mode, in float64 and in float32, with parameters
+    perturbed at random.
 
     Args:
         module: an example of the layer, with parameters of its own.  Take odd and different sizes, and buffers that
@@ -82,24 +82,24 @@ def check_rule(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("module", "a torch.nn.Module", type(module).__name__))
-    samples = integer_in_range(samples, "samples", 2, 10**6, "one is tried anyway")
+    samples = integer_in_range(samples, "samples", 2, 10**6, "a single one is a case of its own")
     seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
     rule = find_rule(module)
     if rule is None:
-        advice = f"Enter one with @nm.rule. Rules are known for: {', '.join(known_rules())}."
+        advice = f"Register one with @nm.rule. Rules are known for: {', '.join(known_rules())}."
         raise ValueError(message("module", "one with a rule", why_no_rule(module), advice))
     generator = torch.Generator().manual_seed(seed)
-    stirred = _stirred(module, generator)
-    given = check_inputs(stirred, inputs, options, samples)
-    examination = RuleExamination(stirred, rule, given, generator)
+    perturbed = _perturbed(module, generator)
+    given = check_inputs(perturbed, inputs, options, samples)
+    examination = RuleExamination(perturbed, rule, given, generator)
     rows = examination.run()
     problems, cases = tuple(examination.problems), tuple(examination.cases)
     return RuleCheck(type(module).__name__, rule.function.__name__, rows, problems, cases)
 
 
 @torch.no_grad()
-def _stirred(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy whose parameters have no ones and zeros, behind which a wrong factor could hide; signs are kept."""
+def _perturbed(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Return a copy whose parameters have no ones and zeros, which would hide a wrong factor; signs are kept."""
     module = copy.deepcopy(module)
     for parameter in own_parameters(module).values():
         noise = torch.rand(parameter.shape, generator=generator).to(parameter)
