@@ -46,7 +46,7 @@ class GradientRows:
             self._reserve(form.samples)
             self._rows = torch.zeros(form.samples, self._size, dtype=self._dtype, device=form.device)
         columns = self._rows[:, self._columns[i]]
-        columns.add_(form.gradients(0, form.samples, self._dtype).view_as(columns), alpha=1 / made_by.scale)
+        columns.add_(form.gradients(0, form.samples, self._dtype).reshape(columns.shape), alpha=1 / made_by.scale)
 
     @torch.no_grad()
     def end_pass(self) -> None:
