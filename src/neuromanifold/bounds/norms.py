@@ -1,4 +1,4 @@
-"""Norms of a large symmetric matrix that is only known by its products: how far a bound of F is from F."""
+"""Norms of a large symmetric matrix that is only known by its products, such as the distance of a bound from F."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fisher_bounds` gives: every statement of section 3 with its bounds and the actual value, as one table."""
+"""The result of `fisher_bounds`: every statement of section 3 with its bounds and the actual value, as one table."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Row(NamedTuple):
         return _ratio(self.lower, self.actual), _ratio(self.actual, self.upper)
 
     def scaled(self, factor: float) -> Row:
-        """Divided by the number of samples, for instance: every quantity is of the first degree."""
+        """Return the row times a factor: every quantity is of the first degree in F."""
         lower, actual, upper = (None if value is None else value * factor for value in self[2:5])
         return self._replace(lower=lower, actual=actual, upper=upper, error=self.error * factor)
 
 
 class Cost(NamedTuple):
-    """What one part of a run took."""
+    """The cost of one part of a run."""
 
     part: str
     passes: int  # backward passes over a batch, or over one sample where there is no rule
@@ -92,7 +92,7 @@ class NetworkBounds:
 
     @property
     def mean(self) -> NetworkBounds:
-        """The view per sample."""
+        """The view per sample: sums divided by the number of samples."""
         return self._view("mean")
 
     @property
@@ -102,7 +102,7 @@ class NetworkBounds:
 
     @property
     def positions(self) -> int:
-        """How many distributions x."""
+        """The number of distributions x: as many as samples, or positions of sequences."""
         return len(self.terms.trace)
 
     @property
@@ -165,7 +165,7 @@ class NetworkBounds:
         save_tensors(path, self.terms._asdict(), "bounds", texts)
 
     def to_dict(self) -> dict[str, object]:
-        """The table and what it cost, as JSON can hold it."""
+        """The table and its cost as values that JSON can hold."""
         rows = [{**row._asdict(), "tightness": row.tightness} for row in self.rows]
         numbers = {"count": self.count, "positions": self.positions, "classes": self.classes, "rank": self.rank}
         costs = [cost._asdict() for cost in self.costs]
@@ -250,15 +250,8 @@ def _ratio(smaller: float | None, larger: float | None) -> float | None:
 
 
 def _statement_cells(row: Row) -> tuple[str, ...]:
-    actual = _four_digits(row.actual) + (f" ± {row.error:.1g}" if row.error else "")
-    return (
-        row.statement,
-        row.quantity,
-        _four_digits(row.lower),
-        actual,
-        _four_digits(row.upper),
-        *map(_four_digits, row.tightness),
-    )
+    actual, lower, upper, *ratios = map(_four_digits, (row.actual, row.lower, row.upper, *row.tightness))
+    return row.statement, row.quantity, lower, actual + (f" ± {row.error:.1g}" if row.error else ""), upper, *ratios
 
 
 def _four_digits(value: float | None) -> str:

@@ -5,12 +5,12 @@ An estimate over J batches with m independent probes each is a mean of n = J·m 
     F̂/F  has mean 1 and standard deviation at most √(2/n)
 
 by the remark on minibatches in section 4 of the paper, *if the batches contribute about equally* to the entry (if not,
-`minibatch_variance_bound` says how many equal ones they are worth).  Where each sample is squared on its own, every
+`minibatch_variance_bound` says how many equal ones they are worth).  With squares per sample, every
 sample counts as a batch.  It holds for Hutchinson's estimate in all its forms; labels drawn from the model have no such
 bound.  And it is about one entry at a time: the worst of a million entries is off by more.
 
-`probes` counts independent probes, as they are drawn where whole batches are squared.  Orthogonal ones, which
-`Hutchinson(probes=m, deflate=0)` draws where each sample is squared on its own, do better than m independent ones;
+`probes` counts independent probes, as they are drawn for squares per batch.  Orthogonal ones, which
+`Hutchinson(probes=m, deflate=0)` draws for squares per sample, do better than m independent ones;
 with deflate=k (1 by default) count m - k, at least 1: k passes are the eigenvectors'.  `orthogonal_variance` is exact.
 
 `method` says what else is assumed, in order to turn a standard deviation into a confidence::

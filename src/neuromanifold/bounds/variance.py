@@ -254,7 +254,7 @@ def cantelli(alpha: float, cv: float = CV_BOUND) -> float:
 
 
 def _full_columns(core: Core, J: Tensor) -> Tensor:
-    """SᵀJ, [n, c, p]."""
+    """Return the derivatives SᵀJ along the columns of the factor S, [n, c, p]."""
     return core.factor_transpose(J.permute(2, 0, 1)).permute(1, 2, 0)
 
 
@@ -267,7 +267,7 @@ def _leading_columns(core: Core, J: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _derivatives_along(vectors: Tensor, J: Tensor) -> Tensor:
-    """The derivatives [n, r, p] along vectors [r, n, c]."""
+    """Return the derivatives [n, r, p] of the outputs along vectors [r, n, c]."""
     return torch.einsum("rnc,ncp->nrp", vectors.double(), J)
 
 
@@ -282,7 +282,7 @@ def _variance_of_orthogonal_probes(squares: Tensor, m: int, noise: Noise) -> Ten
 
 
 def _without_a_partner(m: int, d: int) -> float:
-    """η of `orthogonal_probe_variance`."""
+    """Return η of `orthogonal_probe_variance`: the weight of a column without a partner."""
     if d % 2:
         return 1 - m / d if m % 2 else m / d
     return 1 - math.gcd(4, d) / d if m % 2 else 0.0

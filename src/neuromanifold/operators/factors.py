@@ -72,16 +72,7 @@ def fisher_factors(
     estimator = Hutchinson() if estimator is None else estimator
     if granularity not in ("batch", "sample"):
         raise ValueError(message("granularity", "'batch' or 'sample'", repr(granularity)))
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view, layout = (
         Settings.of(estimator, granularity, seed),
         check_reduction(reduction),

@@ -67,16 +67,7 @@ def fisher_matrix(
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
         raise ValueError(message("blocks", "None (all of F) or 'layer'", repr(blocks)))
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, "sample", seed), check_reduction(reduction)
     chosen, layout = problem.parameters, ParameterLayout.of(problem.parameters)
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())

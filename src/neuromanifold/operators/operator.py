@@ -63,16 +63,7 @@ def fisher_operator(
 
     """
     estimator, view = Exact(envelope), check_reduction(reduction)
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     return FisherOperator(problem, envelope_product(envelope), estimator, view, progress=progress)
 
 

@@ -91,16 +91,7 @@ def fisher_diagonal(
 
     """
     estimator = Hutchinson() if estimator is None else estimator
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
@@ -151,16 +142,7 @@ def fisher_trace(
     Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
     """
     estimator = Hutchinson() if estimator is None else estimator
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt)
     sums = TraceSums(estimator.noise_factor)
