@@ -149,7 +149,7 @@ class NetworkBounds:
 
     def plot(self) -> Figure:
         """Every statement as an interval around the actual value, on a logarithmic axis."""
-        from neuromanifold.bounds.picture import plot_rows
+        from neuromanifold.bounds.plot import plot_rows
 
         return plot_rows(self.rows)
 

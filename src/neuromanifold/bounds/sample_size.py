@@ -31,7 +31,7 @@ from typing import Final, Literal
 
 import torch
 
-from neuromanifold.core.checks import finite_number, integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message, number_of_passes
 
 Method = Literal["chi2", "normal", "chebyshev", "cantelli"]
 
@@ -45,7 +45,7 @@ def batches_needed(rtol: float, confidence: float | None = None, probes: int = 1
     with at least this probability, under what `method` assumes (see the head of this module).
     """
     finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     miss = _miss(method)
     if confidence is None:
         batches = 2 / rtol / rtol / probes
@@ -122,7 +122,7 @@ def _miss(method: str) -> Callable[[int, float], float]:
 
 def _number_of_squares(batches: int, probes: int) -> int:
     integer_in_range(batches, "batches", 1, _MOST, "count them")
-    return batches * integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    return batches * number_of_passes(probes, "probes")
 
 
 def _check_reach(squares: float, rtol: float) -> None:

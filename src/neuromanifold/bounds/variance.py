@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import float_tensor, integer_in_range, message
+from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
 from neuromanifold.estimators.orthogonal import own_columns, remainder
@@ -58,7 +58,7 @@ def probe_variance(
     all of them.  2F² - 2 Σ a⁴ is summed as 2 Σ a²·(sum of the other a²), which is never negative and does not cancel.
     """
     a = _checked_columns(columns, noise, granularity)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     squares = a.square().permute(2, 0, 1)  # [p, n, r]
     if granularity == "batch":
         squares = squares.reshape(a.shape[2], 1, a.shape[0] * a.shape[1])  # one sample with all columns
@@ -155,7 +155,7 @@ def orthogonal_variance(
     its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
     """
     J = _checked(core, jacobian)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     integer_in_range(deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
     if probes == 1:
         return deflated_variance(core, jacobian, deflate, noise, granularity)
@@ -195,7 +195,7 @@ def orthogonal_probe_variance(
     pass is a column: then E[g_x²] = a².
     """
     a = _checked_columns(columns, noise, granularity)
-    m, d = integer_in_range(probes, "probes", 1, 10**9, "one backward pass each"), a.shape[1]
+    m, d = number_of_passes(probes, "probes"), a.shape[1]
     squares = a.square().permute(2, 0, 1)  # [p, n, d]
     if m >= d:
         variance, of_passes = squares.new_zeros(a.shape[2]), squares.mT  # [p], [p, d, n]
@@ -220,7 +220,7 @@ def monte_carlo_variance(core: Core, jacobian: Tensor, granularity: Granularity 
     """
     J = _checked(core, jacobian)
     _check_choice(granularity, "granularity", ("batch", "sample"))
-    integer_in_range(samples, "samples", 1, 10**9, "one backward pass each")
+    number_of_passes(samples, "samples")
     columns = _full_columns(core, J)
     squares = columns.square()
     variance = _variance_of_squared_score(core, J, columns).sum(0)  # [p]
@@ -240,7 +240,7 @@ def minibatch_variance_bound(fisher: Tensor, probes: int = 1) -> Tensor:
         raise ValueError(message("fisher", "of shape [J, P]: batch, parameter", f"shape {list(diagonals.shape)}"))
     if bool((diagonals < 0).any()):
         raise ValueError(message("fisher", "a diagonal of the metric, which is >= 0", "a negative entry"))
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     return 2 * diagonals.square().sum(0) / probes
 
 

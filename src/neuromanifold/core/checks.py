@@ -83,6 +83,16 @@ def integer_in_range(value: object, argument: str, least: int, most: int, why: s
     return value
 
 
+def random_seed(value: object) -> int:
+    """A seed that torch takes; bool and float are refused."""
+    return integer_in_range(value, "seed", 0, 2**63 - 1, "a seed")
+
+
+def number_of_passes(value: object, argument: str) -> int:
+    """A number of probes or labels, each of which takes a backward pass: at least one."""
+    return integer_in_range(value, argument, 1, 10**9, "one backward pass each")
+
+
 def finite_number(value: object, argument: str, *, positive: bool = False, advice: str = "") -> float:
     """The value as a float, if it is a finite number >= 0 (> 0 if `positive`); bool is refused."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, number_of_passes
 from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.envelopes import (
@@ -81,7 +81,7 @@ class Hutchinson(Estimator):
         check_envelope(self.envelope)
         if self.deflate is None:
             object.__setattr__(self, "deflate", 1 if self.envelope is None else 0)
-        integer_in_range(self.probes, "probes", 1, 10**9, "one backward pass each")
+        number_of_passes(self.probes, "probes")
         integer_in_range(self.deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
         if self.noise not in ("rademacher", "gaussian"):
             raise ValueError(message("noise", "'rademacher' or 'gaussian'", repr(self.noise)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from neuromanifold.core import Core
-from neuromanifold.core.checks import integer_in_range
+from neuromanifold.core.checks import number_of_passes
 from neuromanifold.estimators.base import Estimator
 
 
@@ -32,7 +32,7 @@ class MonteCarlo(Estimator):
     noise_factor: ClassVar[float] = 1.0  # Var(g²) <= E[g⁴] for any distribution
 
     def __post_init__(self) -> None:
-        integer_in_range(self.samples, "samples", 1, 10**9, "one backward pass each")
+        number_of_passes(self.samples, "samples")
 
     @override
     def passes(self, core: Core) -> int:

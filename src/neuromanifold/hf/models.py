@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, random_seed
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
 from neuromanifold.problem.validation import Likelihood
@@ -106,7 +106,7 @@ def load_model(
 
     """
     wanted, target, source = _as_task(task), as_device(device), str(source)
-    integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    random_seed(seed)
     if dtype is not None and dtype not in DTYPES:
         raise LoadError(message("dtype", f"one of {', '.join(DTYPES)}", repr(dtype)))
     if classes is not None:

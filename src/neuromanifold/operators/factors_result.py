@@ -60,7 +60,7 @@ class FisherFactors(StoredMetric):
         return times(left.mT, right) / self._divisor
 
     def diagonal(self) -> dict[str, Tensor]:
-        """F_ii by parameter name."""
+        """Return the diagonal entries F_ii by parameter name."""
         total = torch.zeros(self.layout.size, dtype=self.precision, device=self.device)
         for _, piece in self._pieces(self.precision):
             total += piece.square().sum(0)
@@ -89,7 +89,7 @@ class FisherFactors(StoredMetric):
 
     @property
     def frobenius_norm(self) -> float:
-        """‖F‖ = ‖G Gᵀ‖."""
+        """The Frobenius norm of F, which is that of G Gᵀ."""
         return float(torch.linalg.vector_norm(self._spectrum)) / self._divisor
 
     def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
@@ -132,7 +132,7 @@ class FisherFactors(StoredMetric):
         def woodbury(b: Tensor) -> Tensor:
             return (b - self._transposed(left @ (shrunk * (left.mT @ self._multiplied(b))))) / damping
 
-        exact = block.double()  # what is left of b after the subtraction is small as a rule
+        exact = block.double()  # the difference below is mostly much smaller than b
         x = woodbury(exact)
         residual = exact - self._scaled(x) - damping * x
         x = x + woodbury(residual)
@@ -176,20 +176,20 @@ class FisherFactors(StoredMetric):
         return self.rows[:, self.layout.slices[self.provenance.find(name, self.layout.shapes)]]
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows at a time, converted to `dtype`, with the range that they are."""
+        """Yield some rows at a time, converted to `dtype`, and their range."""
         step = max(1, _PIECE // max(1, self.layout.size))
         for start in range(0, self.rank, step):
             rows = slice(start, start + step)
             yield rows, self.rows[rows].to(dtype)
 
     def _multiplied(self, block: Tensor) -> Tensor:
-        """G B, [r, m], for B [P, m]."""
+        """Return G B [r, m] for B [P, m]."""
         if not self.rank:
             return block.new_zeros(0, block.shape[1])
         return torch.cat([times(piece, block) for _, piece in self._pieces(block.dtype)])
 
     def _transposed(self, block: Tensor) -> Tensor:
-        """Gᵀ B, [P, m], for B [r, m]."""
+        """Return Gᵀ B [P, m] for B [r, m]."""
         total = block.new_zeros(self.layout.size, block.shape[1])
         for rows, piece in self._pieces(block.dtype):
             total += times(piece.mT, block[rows])

@@ -94,7 +94,7 @@ def fisher_matrix(
 
 
 def _places(layout: ParameterLayout, blocks: str | None) -> dict[str, slice]:
-    """Where each block lies among the parameters."""
+    """Return the range of indices of each block in the vector of all parameters."""
     if blocks is None:
         return {"": slice(0, layout.size)}
     slices = {name: [layout.slices[one] for one in names] for name, names in layout.layers().items()}
@@ -102,7 +102,7 @@ def _places(layout: ParameterLayout, blocks: str | None) -> dict[str, slice]:
 
 
 def _check_size(places: dict[str, slice], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
-    """Refuse, with a forecast."""
+    """Raise if the matrix would take more bytes than `limit`, and say how many."""
     sizes = {name: (place.stop - place.start) ** 2 * dtype.itemsize for name, place in places.items()}
     if sum(sizes.values()) <= limit:
         return

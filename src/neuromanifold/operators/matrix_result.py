@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
@@ -50,14 +51,14 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         return len(self.blocks)
 
     def dense(self) -> Tensor:
-        """F, [P, P]."""
+        """Return all of F as one matrix [P, P], with zeros between blocks."""
         whole = torch.zeros(self.shape, dtype=self.precision, device=self.device)
         for name, place in self._places.items():
             whole[place, place] = self[name]
         return whole
 
     def layer(self, name: str) -> FisherMatrix:
-        """The metric of one layer alone: a block of its own, or cut out of the whole, which is the one called ""."""
+        """Return the metric of one layer alone; "" is the whole matrix if there is only one block."""
         layers = {"": list(self.layout.shapes)} if self._is_whole and name == "" else self.layout.layers()
         if name not in layers:
             raise ValueError(message("name", f"one of {list(layers)[:4]} ...", repr(name)))
@@ -84,16 +85,16 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         return TraceEstimate(total, bound, self.count, self.provenance, self.reduction)
 
     def diagonal(self) -> dict[str, Tensor]:
-        """F_ii by parameter name."""
+        """Return the diagonal entries F_ii by parameter name."""
         return self.layout.split(torch.cat([block.diagonal() for block in self.blocks.values()]) / self._divisor)
 
     @property
+    @override
     def frobenius_norm(self) -> float:
-        """√(Σ F_ij²)."""
         return math.hypot(*self._norms()) / self._divisor
 
     def eigenvalues(self) -> Tensor:
-        """All eigenvalues, descending, [P]."""
+        """Return all eigenvalues of F, descending, [P]."""
         return torch.cat([values for values, _ in self._spectra.values()]).sort(descending=True).values / self._divisor
 
     def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:

@@ -1,7 +1,7 @@
 """The Fisher information as a metric tensor: all that follows from its products with vectors.
 
-A subclass defines F B for a block of columns; products, lengths and angles, eigenpairs, solutions, natural gradients
-and estimates of trace, diagonal and log-determinant follow from that.  One that stores F overrides some of them.
+A subclass defines F B for a block of columns.  Products, lengths and angles, eigenpairs, solutions, natural gradients
+and estimates of trace, diagonal and log-determinant follow from that; subclasses that store F override some of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any, Generic, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from neuromanifold.core.checks import finite_number, integer_in_range, message, promoted
+from neuromanifold.core.checks import finite_number, integer_in_range, message, promoted, random_seed
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
 from neuromanifold.operators.layout import ParameterLayout, V, Vector
 from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
@@ -78,7 +79,7 @@ class Metric(ABC):
 
     @property
     def mean(self) -> Self:
-        """The view per sample."""
+        """The view per sample: F divided by the number of samples."""
         return self._view("mean")
 
     @property
@@ -148,7 +149,7 @@ class Metric(ABC):
         k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
         maxiter = integer_in_range(maxiter, "maxiter", 1, 10**9, "products with a block")
         tol = self._tolerance(tol)
-        generator = torch.Generator(self.device).manual_seed(integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed"))
+        generator = torch.Generator(self.device).manual_seed(random_seed(seed))
         columns = min(k + 2, self.layout.size)
         start = torch.randn(self.layout.size, columns, generator=generator, dtype=self.precision, device=self.device)
         found = top_eigenpairs(self._scaled, start, k, tol, maxiter)
@@ -185,7 +186,7 @@ class Metric(ABC):
         damping = finite_number(damping, "damping", positive=True)
         probes = integer_in_range(probes, "probes", 2, 10**9, "two or more have a spread")
         steps = min(integer_in_range(steps, "steps", 1, 10**9, "products with a block"), self.layout.size)
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         return stochastic_log_determinant(self._scaled, self._like(), damping, probes, steps, seed)
 
     # ------------------------------------------------------------------------------------------------ solutions
@@ -209,7 +210,7 @@ class Metric(ABC):
     # ------------------------------------------------------------------------------------------------ inside
 
     def _scaled(self, block: Tensor) -> Tensor:
-        """F B in this view."""
+        """Return F B for columns B [P, m], in this view."""
         product = self._product(block)  # before _divisor: an operator learns its count from a product
         return product / self._divisor
 
@@ -224,14 +225,14 @@ class Metric(ABC):
         return self.layout.read(v, argument, self.precision, self.device)
 
     def _one(self, v: Vector, argument: str) -> Tensor:
-        """A single vector as a column [P, 1]; an error for a block of several."""
+        """Return a single vector as a column [P, 1]; a block of several is an error."""
         block: Tensor = self._read(v, argument)[0]
         if block.shape[1] != 1:
             raise ValueError(message(argument, "one vector", f"a block of {block.shape[1]}"))
         return block
 
     def _solution(self, x: V, residuals: Tensor, tol: float, iterations: int = 0) -> Solution[V]:
-        """The solution, with a warning if it is not as accurate as asked for."""
+        """Return the solution, with a warning if its residual exceeds the tolerance."""
         residual = float(residuals.max()) if residuals.numel() else 0.0
         if not residual <= tol:
             how = f"after {iterations} iterations of conjugate gradients" if iterations else "in closed form"
@@ -247,7 +248,7 @@ class Metric(ABC):
 
     def _stochastic(self, method: str, products: int, seed: int) -> tuple[Estimate, Estimate]:
         products = check_method(method, products)
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         return stochastic_diagonal(self._scaled, self._like(), method, products, seed)
 
     def _like(self) -> Tensor:
@@ -272,14 +273,14 @@ class StoredMetric(Metric, Scalable):
         self._count = count
 
     @property
+    @override
     def count(self) -> int:
-        """The number of samples that F is a sum over."""
         return self._count
 
     @property
     @abstractmethod
     def frobenius_norm(self) -> float:
-        """√(Σ F_ij²)."""
+        """The Frobenius norm √(Σ F_ij²)."""
 
     @property
     def effective_rank(self) -> float:

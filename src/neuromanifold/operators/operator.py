@@ -82,7 +82,7 @@ def _low_rank(core: Core, rank: int, v: Tensor) -> Tensor:
 
 
 class FisherOperator(Metric):
-    """F as a linear operator; `method` says how J v is computed.  It holds on to the model and the data."""
+    """F as a linear operator, which keeps references to the model and the data; `method` says how J v is computed."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class FisherOperator(Metric):
         *,
         progress: bool = False,
     ) -> None:
-        """Σ_x Jᵀ middle(x) J for any symmetric matrix in the middle.
+        """Make the operator Σ_x Jᵀ middle(x) J for any symmetric matrix in the middle.
 
-        Labels are handed to `middle` where the data have them, and are demanded if the estimator needs them.
+        `middle` gets labels where the data have them; an estimator that needs labels makes them mandatory.
         """
         self.problem, self.middle, self.reduction = problem, middle, reduction
         self._estimator, self._progress, self._batches = estimator, progress, problem.repeated()
@@ -127,7 +127,7 @@ class FisherOperator(Metric):
 
     @torch.inference_mode(False)
     def _product(self, block: Tensor) -> Tensor:
-        """One pass over the data for all columns."""
+        """Return F B by one pass over the data for all columns."""
         if not block.shape[1]:
             return torch.zeros_like(block)
         total = torch.zeros_like(block.mT, memory_format=torch.contiguous_format)
@@ -169,7 +169,7 @@ class FisherOperator(Metric):
         return seen[0].samples if seen else 0
 
     def _choose_method(self) -> None:
-        """On the first batch that is not empty."""
+        """Choose the method for J v on the first batch that is not empty."""
         with self.problem.session():
             for batch in self._batches.batches():
                 outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here

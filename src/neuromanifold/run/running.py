@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import message, random_seed
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate.base import zero_sums
 from neuromanifold.persample.batch import BatchBackward
@@ -56,7 +56,7 @@ class RunningFisher:
         self._chosen = select_parameters(model, parameters)
         half = involves_half(model.parameters(), model_device(model))
         self._backward = BatchBackward(list(self._chosen.values()), half)
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         self._generator = torch.Generator(model_device(model))
         self._means = [zero_sums(parameter) for parameter in self._chosen.values()]
         self._noise = [zero_sums(parameter) for parameter in self._chosen.values()]

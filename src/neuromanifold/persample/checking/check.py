@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, random_seed
 from neuromanifold.persample.checking.examination import RuleExamination, RuleRow
 from neuromanifold.persample.checking.inputs import check_inputs, own_parameters
 from neuromanifold.persample.rules.registry import find_rule, known_rules, why_no_rule
@@ -83,7 +83,7 @@ def check_rule(
     if not isinstance(module, nn.Module):
         raise TypeError(message("module", "a torch.nn.Module", type(module).__name__))
     samples = integer_in_range(samples, "samples", 2, 10**6, "a single one is a case of its own")
-    seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    seed = random_seed(seed)
     rule = find_rule(module)
     if rule is None:
         advice = f"Register one with @nm.rule. Rules are known for: {', '.join(known_rules())}."
