@@ -1,4 +1,4 @@
-"""What kernels add to and what they return."""
+"""Arguments and results of kernels, and tables of positions that backends share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOUND = 2.0**60
 
 
 class Accumulators(NamedTuple):
-    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
+    """The sums of one parameter: Σ g², and for the error bars weighted Σ g⁴ in units of `unit`."""
 
     squares: Tensor
     fourths: Tensor | None = None

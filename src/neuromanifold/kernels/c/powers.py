@@ -1,4 +1,4 @@
-"""Powers of single samples' gradients in C: tensors as powers.c takes them."""
+"""Calls powers.c, which adds powers of per-sample gradients of many small parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ALONE = 2**17  # numbers that one thread does before others are woken
 
 
 class _PowersPart(ctypes.Structure):
-    """As in powers.c."""
+    """The struct of one parameter's gradients in powers.c."""
 
     _fields_ = (("values", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("width", "stride", "at")))
 
 
 class _PowersJob(ctypes.Structure):
-    """As in powers.c."""
+    """The struct of a whole job in powers.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("parts", "squares", "fourths")),

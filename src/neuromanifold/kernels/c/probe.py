@@ -1,4 +1,4 @@
-"""The deflated probe in C: tensors as probe.c takes them."""
+"""Calls probe.c, which makes deflated probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALONE = 2**14  # numbers that one thread does before others are woken
 
 
 class _ProbeJob(ctypes.Structure):
-    """As in probe.c."""
+    """The struct of the same fields in probe.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "noise", "u", "left")),

@@ -1,4 +1,4 @@
-"""Tensors, as the kernel takes them: pointers, strides, and tables of where positions lie.
+"""Calls square.c: turns tensors into pointers, strides, and tables of where positions lie.
 
 Letters: n sample, g group, t position, o row of the parameter, c channel, k tap.
 """
@@ -19,14 +19,14 @@ from neuromanifold.kernels.c import build
 from neuromanifold.kernels.values import Accumulators, Windows, flat_positions, source_positions
 
 SOURCE = Path(__file__).with_name("square.c")
-LEAST = 2**18  # multiplications: for less, nothing need be compiled
+LEAST = 2**18  # multiplications: for fewer, compiling does not pay
 _LARGEST = 2**24  # image of a block's channels: each thread copies one
-_FILLED, _OF_A_GROUP = 0.25, 16  # of a tile at least; and rows, so that what is packed is used more than once
+_FILLED, _OF_A_GROUP = 0.25, 16  # least filled share of a tile; least rows of a group, so that packing pays
 _COLUMNS, _ROWS, _BLOCK = {True: 256, False: 576}, 128, 2**16 + 2**13  # of a block; the former for one tap
 
 
 class _SquareJob(ctypes.Structure):
-    """As in square.c."""
+    """The struct of the same fields in square.c: pointers, sizes, strides, blocks and factors."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("left", "right", "squares", "fourths")),
@@ -40,7 +40,7 @@ class _SquareJob(ctypes.Structure):
 
 
 class _Tables(NamedTuple):
-    """Where things lie: positions of left, and of windows of right, their taps; pixels if right is to be copied."""
+    """Offsets in memory: positions of left, windows of right, and their taps; pixels if right is to be copied."""
 
     left_at: Tensor
     right_at: Tensor
@@ -58,12 +58,12 @@ class _Side(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """As the kernel takes them."""
+        """The three strides in the order of the struct."""
         return self.n, self.g, self.last
 
 
 class _Sizes(NamedTuple):
-    """Of everything but images; rows and channels of one group."""
+    """Sizes of all dimensions but space; rows and channels of one group."""
 
     samples: int
     groups: int
@@ -74,7 +74,7 @@ class _Sizes(NamedTuple):
 
 
 def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
-    """Do what `dispatch.add_squares_of_products` says, for left and right in float32 with any strides."""
+    """Run `dispatch.add_squares_product_tables` for left and right in float32 with any strides."""
     if not _float32(left, right, to):
         return False
     if left.ndim == 3:
@@ -83,7 +83,7 @@ def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     sizes = _Sizes(samples, groups, positions, rows, channels, 1)
     strides = left.stride(2), right.stride(2), right.stride(3)
     one, other = (_Side(side, side.stride(0), side.stride(1), side.stride(3)) for side in (left, right))
-    return _call(one, other, to, sizes, lambda: _of_products(positions, *strides))
+    return _call(one, other, to, sizes, lambda: _product_tables(positions, *strides))
 
 
 def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
@@ -96,7 +96,7 @@ def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, wind
     left = _Side(fixed, fixed.stride(0), rows * fixed.stride(1), fixed.stride(1))
     right = _Side(slid, slid.stride(0), channels * slid.stride(1), slid.stride(1))
     options = (kernel, stride, padding, dilation, slid.stride()[2:], fixed.stride()[2:])
-    return _call(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), positions, *options))
+    return _call(left, right, to, sizes, lambda: _convolution_tables(tuple(slid.shape[2:]), positions, *options))
 
 
 def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
@@ -134,7 +134,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 @functools.lru_cache(maxsize=1024)
 def _blocks(sizes: _Sizes, threads: int, tile_rows: int, width: int) -> tuple[int, int] | None:
-    """Rows and channels of a block: few enough to stay in the cache, and for threads to have equally many blocks.
+    """Return rows and channels of a block: few enough for the cache, and so that threads have equally many blocks.
 
     None where tiles would be filled with little but zeros, or packing would take longer than torch's own convolution:
     groups of few channels.
@@ -160,14 +160,14 @@ def _blocks(sizes: _Sizes, threads: int, tile_rows: int, width: int) -> tuple[in
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_products(positions: int, left: int, right: int, channel: int) -> _Tables:
-    """Positions lie a stride apart; right is copied if its channels do, too."""
+def _product_tables(positions: int, left: int, right: int, channel: int) -> _Tables:
+    """Return the tables of a product, whose positions lie a stride apart; right is copied if its channels do, too."""
     at, one = torch.arange(positions), torch.zeros(1, dtype=torch.int64)
     return _Tables(at * left, at * right, one) if channel == 1 else _Tables(at * left, at, one, at * right)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_convolution(
+def _convolution_tables(
     space: tuple[int, ...],
     windows: tuple[int, ...],
     kernel: tuple[int, ...],
@@ -177,7 +177,7 @@ def _of_convolution(
     slid: tuple[int, ...],
     fixed: tuple[int, ...],
 ) -> _Tables:
-    """The image is copied with its padding; of pointwise convolutions, only what they look at."""
+    """Return the tables of a convolution: the image is copied with its padding; if pointwise, only what is used."""
     padded = tuple(size + 2 * amount for size, amount in zip(space, padding, strict=True))
     step = stride if prod(kernel) == 1 else (1,) * len(space)
     pixels = windows if prod(kernel) == 1 else padded

@@ -1,4 +1,4 @@
-"""Squares of single samples' weight gradients of a convolution on a GPU, which are never written out.
+"""Squares of per-sample weight gradients of a convolution on a GPU; the gradients are never written out.
 
     for each tile of the weight [o, i], i = (k, c), and each share of the samples, in a program of its own:
         for each sample n, for each tile of positions t:      one flat loop: loads run ahead from sample to sample
@@ -40,7 +40,7 @@ from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convoluti
 
 
 class ConvolutionLaunch(NamedTuple):
-    """All that does not depend on the numbers in the tensors."""
+    """Everything about a launch that does not depend on the values of the tensors."""
 
     shape: tuple[int, int]  # of the sums
     x: Arrangement | None  # None: as it is
@@ -68,7 +68,7 @@ def add_squares(
     split: int | None = None,
     config: ConvolutionTiles | None = None,
 ) -> None:
-    """squares += a Σ_n (f G_n)² and fourths += b Σ_n (f G_n)⁴, for `factors` a, b, f.
+    """Add a Σ_n (f G_n)² to squares and b Σ_n (f G_n)⁴ to fourths, for `factors` a, b, f.
 
     G_n[o, (c, k)] = Σ_t g[n, o, t] x[n, c, k·dilation + t·stride - padding].
 
@@ -116,7 +116,7 @@ def _convolution_launch(
     split: int | None,
     config: ConvolutionTiles | None,
 ) -> ConvolutionLaunch:
-    """Which copies are made, how the work is cut, and all that the compiler must know."""
+    """Return which operands are copied, the grid, and the compile-time options."""
     tf32, fourths, deterministic = flags
     (samples, channels, *space), (_, outs, *out) = x.shape, g.shape
     outs, ins, taps, positions = outs // groups, channels // groups, prod(kernel), prod(out)
@@ -191,12 +191,12 @@ def _convolution_launch(
 
 
 def _multiple(channels: int, groups: int) -> int:
-    """To what channels are filled up when they are copied: 3 to 4, for example, which are loaded as one piece."""
+    """Return the multiple that copied channels are padded to: 3 become 4, which are loaded as one piece."""
     return 4 if groups == 1 and channels % 4 and 3 * ceil_div(channels, 4) <= channels else 1
 
 
 def _check_sizes(x: ImageFormat, g: ImageFormat, numbers: int) -> None:
-    """Raise a ValueError for what the kernel would misread."""
+    """Raise a ValueError for tensors that the kernel does not take."""
     dtypes = (torch.float32, *HALF)
     if x.dtype not in dtypes or g.dtype not in dtypes:
         raise ValueError(f"x is {x.dtype} and g {g.dtype}; each must be one of {dtypes}.")
@@ -239,7 +239,7 @@ def _square_convolutions(
     FOURTHS: tl.constexpr,
     APART: tl.constexpr,  # each share writes sums of its own
 ):
-    """One tile of the weight, one share of the samples."""
+    """Square one tile of the weight for one share of the samples."""
     outs = outs * O_ALIGN
     ins = ins * I_ALIGN
     row = ins * taps  # of the weight

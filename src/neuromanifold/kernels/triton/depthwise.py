@@ -1,10 +1,10 @@
-"""Single samples' weight gradients of a depthwise convolution on a GPU, and of one with few channels in a group.
+"""Per-sample weight gradients of a convolution with one or a few channels in a group, on a GPU.
 
     G[n, o, (c, k)] = Σ_t g[n, o, t] · x[n, c of o's group, koff(k) + toff(t)]
 
-There is nothing to multiply matrices for: a program reads a row g[n, o] once and, for all kernel positions at a time,
-the shifted rows of x, which after the first of them are in the nearest cache.  What comes out is small and is squared
-elsewhere.
+The matrices are too small to multiply: a program reads a row g[n, o] once and, for all kernel positions at a time, the
+shifted rows of x, which after the first of them are in the nearest cache.  The gradients are small, and are squared by
+the caller.
 
 Letters: n sample, t position, o out feature, i = (c, k): c channel of the group, k kernel position.
 """
@@ -46,7 +46,7 @@ def gradients(
     groups: int,
     config: DepthwiseTiles | None = None,
 ) -> Tensor:
-    """G [n, o, c/groups · k] in float32; always the same numbers for the same input."""
+    """Return G [n, o, c/groups · k] in float32; the result is deterministic."""
     if x.dtype not in DTYPES or g.dtype not in DTYPES or not (x.is_contiguous() and g.is_contiguous()):
         raise ValueError(
             f"x and g must be contiguous, of one of {DTYPES}; got x {x.dtype}, strides {x.stride()}, "
@@ -72,7 +72,7 @@ def _depthwise_launch(
     groups: int,
     config: DepthwiseTiles | None,
 ) -> tuple[tuple[int, int, int], int, Tensor, tuple[int, ...], dict[str, Any]]:
-    """The result's shape, how many programs, and what they are told."""
+    """Return the result's shape, the number of programs, and their table, sizes and options."""
     samples, channels, outs, taps, positions = x[0], x[1] // groups, g[1] // groups, prod(kernel), prod(g[2:])
     width, size = channels * taps, prod(x[2:])
     config = config or depthwise_tiles(width, positions)
@@ -95,7 +95,7 @@ def _depthwise_launch(
 
 
 def depthwise_tiles(width: int, positions: int) -> DepthwiseTiles:
-    """Few positions: a thread for each kernel position, nothing to add up across threads.  Many: threads along rows."""
+    """Return tiles: for few positions a thread for each kernel position, for many threads along rows."""
     block_i = power_of_two(min(32, width))
     if positions <= 64 and block_i >= 16:
         return DepthwiseTiles(16, block_i, True, 1)
@@ -119,7 +119,7 @@ def _gradients(
     BLOCK_I: tl.constexpr,
     BY_TAPS: tl.constexpr,
 ):
-    """One row n, o; a block of i."""
+    """Compute a block of i of one row (n, o)."""
     width = channels * taps
     blocks = tl.cdiv(width, BLOCK_I)
     row = tl.program_id(0) // blocks  # n, o

@@ -2,9 +2,9 @@
 
     values [n, c, *space]  →  [n, *positions, c],   position p from  p·stride - padding,  zeros from outside
 
-A dtype is changed on the way, or float32 becomes float16 with a scale for each channel of each sample.  Float16 has the
-significand of TensorFloat32; scaled by the power of two that brings a channel's largest magnitude into [2¹³, 2¹⁴), it
-keeps 11 bits of everything down to 2⁻²⁷ of it.  Infinities and NaNs remain.
+The dtype may change in the copy, or float32 becomes float16 with a scale for each channel of each sample.  Float16 has
+the significand of TensorFloat32; scaled by the power of two that brings a channel's largest magnitude into [2¹³, 2¹⁴),
+it keeps 11 bits of everything down to 2⁻²⁷ of it.  Infinities and NaNs remain.
 
 Letters: n sample, c channel, p position, k kernel position.
 """
@@ -30,7 +30,7 @@ TABLE = 256  # tables of positions are filled up to a multiple of this: the larg
 
 
 class ImageFormat(NamedTuple):
-    """What a tensor [n, c, *space] is like, as far as kernels differ by it."""
+    """The properties of a tensor [n, c, *space] that kernels differ by."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class ImageFormat(NamedTuple):
 
 
 def readable(values: Tensor) -> tuple[Tensor, ImageFormat]:
-    """The same numbers, contiguous or channels last; the latter where it is both."""
+    """Return a tensor as contiguous or channels last, without a copy if it is one of them, and its format."""
     last = values.movedim(1, -1).is_contiguous()
     if not last:
         values = values.contiguous()
@@ -46,7 +46,7 @@ def readable(values: Tensor) -> tuple[Tensor, ImageFormat]:
 
 
 class Arrangement(NamedTuple):
-    """A copy, planned: all that does not depend on the values."""
+    """Everything about the copy of an image that does not depend on its values."""
 
     shape: tuple[int, ...]  # [n, *positions, c]
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Arrangement(NamedTuple):
     options: dict[str, Any]
 
     def __call__(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The copy, and scales [n, c] by which it is to be multiplied."""
+        """Return the copy, and scales [n, c] by which it is to be multiplied."""
         to = torch.empty(self.shape, dtype=self.dtype, device=values.device)
         scales = None
         if self.scaled:
@@ -78,9 +78,9 @@ def arrangement(
     scaled: bool = False,
     multiple: int = 1,
 ) -> Arrangement:
-    """Positions are those of the image with `padding` zeros on both sides, unless they are given.
+    """Return how to copy an image: with `padding` zeros on both sides, or at given `positions`.
 
-    Channels are filled up with zeros to a multiple of `multiple`.
+    Channels are padded with zeros to a multiple of `multiple`.
     """
     samples, channels, *rest = layout.shape
     space, padding, stride = tuple(rest), tuple(padding or (0,) * len(rest)), tuple(stride or (1,) * len(rest))
@@ -119,13 +119,13 @@ def arrangement(
 
 
 def alignment(count: int, dtype: torch.dtype) -> int:
-    """The largest power of two that divides a row's length, up to what the widest loads take: 16 bytes."""
+    """Return the largest power of two that divides a row's length, up to the widest loads: 16 bytes."""
     return max(1, min(16 // dtype.itemsize, count & -count))
 
 
 @triton.jit
 def _load_positions(values, table, p, c, channels, length, positions, LAST: tl.constexpr, TABLE: tl.constexpr):
-    """[positions, channels] of one sample; zero outside."""
+    """Load [positions, channels] of one sample; zero outside."""
     source = p
     inside = p < positions
     if TABLE:
@@ -153,7 +153,7 @@ def _arrange(
     TABLE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """A tile of one sample; if it is to be scaled, all positions of a few channels, read twice: once from the cache."""
+    """Copy a tile of one sample; if scaled, all positions of a few channels, read twice: once from the cache."""
     channels = channels * C_ALIGN
     length = length * P_ALIGN
     if not TABLE:
@@ -203,7 +203,7 @@ def offsets(
     dilation: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Where the kernel's positions lie in an image, and after them where the windows do: int32 [k + t], then zeros."""
+    """Return offsets of the kernel's positions in an image, then those of the windows: int32 [k + t], then zeros."""
     steps = _steps(space)
     taps = flat_positions(kernel, [step * d for step, d in zip(steps, dilation, strict=True)])
     windows = flat_positions(out, [step * s for step, s in zip(steps, stride, strict=True)])
@@ -236,7 +236,7 @@ def _sources(
     stride: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Where each position comes from in the image: int32, -1 from outside."""
+    """Return where each position comes from in the image: int32, -1 from outside."""
     return _move(source_positions(space, positions, stride, padding, _steps(space)), device)
 
 
@@ -244,7 +244,7 @@ _recorded: dict[int, Tensor] = {}
 
 
 def kept(table: Tensor | None) -> Tensor | None:
-    """The table, kept alive once it is part of a CUDA graph: a replay reads it after caches have dropped it."""
+    """Return the table, kept alive once it is part of a CUDA graph: a replay reads it after caches have dropped it."""
     if table is not None and table.is_cuda and torch.cuda.is_current_stream_capturing():
         _recorded[id(table)] = table
     return table
@@ -259,5 +259,5 @@ def _move(table: Tensor, device: torch.device) -> Tensor:
 
 
 def _steps(space: Sequence[int]) -> list[int]:
-    """From one position to the next, in each dimension."""
+    """Return the strides of contiguous space, in elements."""
     return list(accumulate(reversed(space[1:]), int.__mul__, initial=1))[::-1]

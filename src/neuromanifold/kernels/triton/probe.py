@@ -44,7 +44,7 @@ LARGEST_BLOCK = 4096
 def hutchinson_probe(
     logits: Tensor, deflate: bool, scale: float, generator: torch.Generator, counts: Tensor | None = None
 ) -> Probe:
-    """scale · S η at logits [..., C] in float32, bfloat16 or float16; the host does not wait for the device.
+    """Return scale · S η at logits [..., C] in float32, bfloat16 or float16, without synchronizing.
 
     `counts` [...]: rows where it is False are not read, and get zeros.  u has the type of the logits, but float32 for
     float16.

@@ -34,15 +34,15 @@ class ProductTiles(NamedTuple):
     at_once: int  # programs that one multiprocessor runs at the same time
 
     def shared(self, itemsize: int) -> int:
-        """Bytes of shared memory for tiles that are on their way."""
+        """Return the bytes of shared memory for tiles that are being loaded."""
         return self.stages * self.positions * (self.outs + self.ins) * itemsize
 
 
-SHARED = 200 * 2**10  # of which a program may have so much
+SHARED = 200 * 2**10  # bytes of shared memory that a program may use
 
 
 class Choice(NamedTuple):
-    """A config for at most so many positions, and numbers of the weight."""
+    """The tiles for at most so many positions and entries of the weight."""
 
     positions: float
     numbers: float
@@ -75,7 +75,7 @@ def _tile(
     pointer, offset, first, t, columns, T, SIZE, t_stride,
     EVEN_T: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """[positions, columns] of one sample; zero outside.  FAR: a position times its stride needs 64 bits."""
+    """Load [positions, columns] of one sample; zero outside.  FAR: a position times its stride needs 64 bits."""
     position = first + t
     if FAR:
         position = position.to(tl.int64)
@@ -94,7 +94,7 @@ def _scaled(
     acc, n, o, left_scales, right_scales, skip, OUT, IN, row, column, factor,
     GROUP: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr, FOURTHS: tl.constexpr,
 ):  # fmt: skip
-    """The sample's gradient in the wanted units; zero in rows that are done elsewhere."""
+    """Return the sample's gradient in the wanted units; zero in rows that `skip` names."""
     if SCALED:
         left_scale = tl.load(left_scales + n * tl.cdiv(OUT, GROUP) + row)
         acc = acc * (left_scale * tl.load(right_scales + n * tl.cdiv(IN, GROUP) + column))
@@ -114,7 +114,7 @@ def _square_products(
     EVEN_T: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr,
     FOURTHS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the parameter, some of the samples.  STEPS: tiles of positions if they are few, else 0."""
+    """Square one tile of the parameter for some of the samples.  STEPS: tiles of positions if they are few, else 0."""
     tiles_i = tl.cdiv(IN, INS)
     row, column = tl.program_id(0) // tiles_i, tl.program_id(0) % tiles_i
     part = tl.program_id(1)
@@ -169,7 +169,7 @@ def _square_products(
 
 @triton.jit
 def _finish(to, sums, at, inside, part, OUT, IN, ENDING: tl.constexpr):
-    """Add to what is there: alone, by atomics, or apart for each part of the samples."""
+    """Add sums to the target: by a plain store, by atomics, or to a buffer for each part of the samples."""
     if ENDING == "alone":
         tl.store(to + at, tl.load(to + at, mask=inside, other=0.0) + sums, mask=inside)
     elif ENDING == "atomic":
@@ -190,7 +190,7 @@ def launch_product_squares(
     parts: int | None = None,
     deterministic: bool = False,
 ) -> None:
-    """squares [o, i] += a Σ_n (f G_n)² and fourths += b Σ_n (f G_n)⁴, for G_n = Σ_t left[n, t, :] ⊗ right[n, t, :].
+    """Add a Σ_n (f G_n)² to squares [o, i] and b Σ_n (f G_n)⁴ to fourths, for G_n = Σ_t left[n, t, :] ⊗ right[n, t, :].
 
     `factors` are (a, b, f).  left [n, t, o] and right [n, t, i] have one dtype, float32, bfloat16 or float16, and any
     strides but the last, which is 1; or both are packed.  `skip` [n, o]: nonzero where a sample's row does not count.
@@ -229,7 +229,7 @@ def product_launch(
     config: ProductTiles | None,
     parts: int | None,
 ) -> tuple[tuple[int, int], int, dict[str, Any]]:
-    """The grid, how many samples a program has, and all that the compiler must know."""
+    """Return the grid, the samples of a program, and the compile-time options."""
     scaled, skip, fourths, deterministic = flags
     config = config or product_tiles(dtype, t, o, i, fourths)
     tiles, steps = ceil_div(o, config.outs) * ceil_div(i, config.ins), ceil_div(t, config.positions)
@@ -257,7 +257,7 @@ def product_launch(
 
 
 def product_tiles(dtype: torch.dtype, t: int, o: int, i: int, fourths: bool) -> ProductTiles:
-    """Tiles for a shape: no larger than needed, since what lies outside of the parameter is computed in vain."""
+    """Return tiles for a shape, no larger than needed: what lies outside of the parameter is wasted work."""
     single = dtype == torch.float32
     choices = (SINGLE_FOURTHS if single else HALF_FOURTHS) if fourths else (SINGLE if single else HALF)
     best = next(config for positions, numbers, config in choices if t <= positions and o * i <= numbers)

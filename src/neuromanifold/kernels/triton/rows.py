@@ -1,8 +1,7 @@
 """Squares of an embedding's gradients: what a sample has for a row is added up, squared, and added to the row.
 
-A program has one position of one sample.  If the same row was looked up before by the same sample, it has nothing to
-do; else it adds up all positions with that row, which usually is its own alone.  No sorting, and nothing that the CPU
-would have to wait for.
+A program has one position of one sample.  If an earlier position of the sample looks up the same row, it ends; else
+it adds up all positions with that row, mostly its own alone.  Nothing is sorted, and nothing synchronizes the host.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,7 +21,7 @@ def _square_rows(
     values, ids, squares, fourths, T, D, v_n, v_t, square_factor, fourth_factor, factor,
     POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, FOURTHS: tl.constexpr,
 ):  # fmt: skip
-    """One position, some of the columns."""
+    """Square some columns of the row that one position looks up."""
     n, own = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
     d, t = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, POSITIONS)
     row = tl.load(ids + n * T + own)

@@ -1,4 +1,4 @@
-"""Into which tiles a convolution's weight [o, i] is cut, for each of which a program is run: see `convolution`."""
+"""The choice of tiles of a convolution's weight [o, i], one for each program: see `convolution`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class ConvolutionTiles(NamedTuple):
-    """How one program cuts the work, and how the compiler arranges it."""
+    """Sizes of a tile, and how a program is compiled."""
 
     block_o: int
     block_i: int
@@ -22,11 +22,11 @@ class ConvolutionTiles(NamedTuple):
     stages: int
 
     def registers(self, fourths: bool) -> int:
-        """What a thread needs for its sums: product, squares, fourth powers."""
+        """Return the registers of a thread for its sums: product, squares, fourth powers."""
         return (3 if fourths else 2) * self.block_o * self.block_i // (32 * self.warps)
 
     def at_once(self, itemsize: int, fourths: bool) -> int:
-        """About how many programs one multiprocessor runs at the same time: by its registers and its memory."""
+        """Return about how many programs fit on one multiprocessor, by its registers and its memory."""
         registers = 32 * self.warps * (self.registers(fourths) + 64)
         memory = self.stages * (self.block_o + self.block_i) * self.block_t * itemsize
         return max(1, min(4, 2**16 // registers, 227 * 2**10 // memory))
@@ -80,7 +80,7 @@ def convolution_tiles(
     fourths: bool,
     pointwise: bool = True,
 ) -> ConvolutionTiles:
-    """The candidate with the least work, what is cut off at edges and left idle counted in.
+    """Return the candidate with the least work, including waste at edges and idle multiprocessors.
 
     In half precision, windows larger than a point are read so irregularly that small tiles with many positions were
     fastest for almost all layers of a ResNet-50 on an H200.
