@@ -38,7 +38,7 @@ class ClassGradients:
 
     @property
     def ordinary(self) -> int:
-        """Bytes that an ordinary backward pass takes, about: modules' outputs, and a gradient for each parameter."""
+        """About how many bytes an ordinary backward pass takes: modules' outputs, and a gradient for each parameter."""
         return max(_LEAST, self.outputs + sum(p.numel() * p.element_size() for p in self._backward.parameters))
 
     @property
@@ -70,7 +70,7 @@ class ClassGradients:
     def remaining_stacks(
         self, logits: Tensor, cotangent: Callable[[int], Tensor], n: int, numbers: list[int], scale: float = 1.0
     ) -> dict[int, Flat]:
-        """Return the same of one sample for parameters that autograd does."""
+        """Return the gradients of all classes of one sample, for parameters without a rule, by autograd."""
         found: dict[int, list[Tensor | None]] = {i: [] for i in numbers}
         for c in range(logits.shape[-1]):
             one = torch.zeros_like(logits)
@@ -100,14 +100,14 @@ class ClassGradients:
 
 
 def _bytes(use: Use, shared: bool) -> int:
-    """Bytes of the gradient at a use, if it is single precision."""
+    """Return the bytes of the gradient at a use, in float32."""
     if use.capture is not None and not shared:
         return 4 * use.capture.shape.numel()
     return sum(4 * site.result.numel() for site in use.sites)
 
 
 def _connected(uses: list[tuple[set[int], int]]) -> list[tuple[set[int], int]]:
-    """Uses that share a parameter, put together."""
+    """Return uses merged where they share a parameter."""
     found: list[tuple[set[int], int]] = []
     for parameters, size in uses:
         apart: list[tuple[set[int], int]] = []

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import float_tensor, integer_in_range, message
+from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
 from neuromanifold.estimators.orthogonal import own_columns, remainder
@@ -58,7 +58,7 @@ def probe_variance(
     all of them.  2F² - 2 Σ a⁴ is summed as 2 Σ a²·(sum of the other a²), which is never negative and does not cancel.
     """
     a = _checked_columns(columns, noise, granularity)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     squares = a.square().permute(2, 0, 1)  # [p, n, r]
     if granularity == "batch":
         squares = squares.reshape(a.shape[2], 1, a.shape[0] * a.shape[1])  # one sample with all columns
@@ -155,18 +155,20 @@ def orthogonal_variance(
     its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
     """
     J = _checked(core, jacobian)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     integer_in_range(deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
     if probes == 1:
         return deflated_variance(core, jacobian, deflate, noise, granularity)
     if probes >= core.rank:
         columns = torch.stack([core.column(i) for i in range(core.rank)])  # [r, n, c]
-        return orthogonal_probe_variance(_along(columns, J), core.rank, noise, granularity)
+        return orthogonal_probe_variance(_derivatives_along(columns, J), core.rank, noise, granularity)
     scaled = own_columns(core, deflate, probes)  # [n, k, c]
     k, (d, mix) = scaled.shape[1], remainder(core, scaled)
     axes = torch.eye(d, dtype=core.dtype, device=core.device)[:, None, :].expand(d, len(J), d)
-    rest = orthogonal_probe_variance(_along(mix(axes), J), probes - k, noise, granularity)
-    return rest + orthogonal_probe_variance(_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity)
+    rest = orthogonal_probe_variance(_derivatives_along(mix(axes), J), probes - k, noise, granularity)
+    return rest + orthogonal_probe_variance(
+        _derivatives_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity
+    )
 
 
 def orthogonal_probe_variance(
@@ -193,7 +195,7 @@ def orthogonal_probe_variance(
     pass is a column: then E[g_x²] = a².
     """
     a = _checked_columns(columns, noise, granularity)
-    m, d = integer_in_range(probes, "probes", 1, 10**9, "one backward pass each"), a.shape[1]
+    m, d = number_of_passes(probes, "probes"), a.shape[1]
     squares = a.square().permute(2, 0, 1)  # [p, n, d]
     if m >= d:
         variance, of_passes = squares.new_zeros(a.shape[2]), squares.mT  # [p], [p, d, n]
@@ -218,7 +220,7 @@ def monte_carlo_variance(core: Core, jacobian: Tensor, granularity: Granularity 
     """
     J = _checked(core, jacobian)
     _check_choice(granularity, "granularity", ("batch", "sample"))
-    integer_in_range(samples, "samples", 1, 10**9, "one backward pass each")
+    number_of_passes(samples, "samples")
     columns = _full_columns(core, J)
     squares = columns.square()
     variance = _variance_of_squared_score(core, J, columns).sum(0)  # [p]
@@ -238,7 +240,7 @@ def minibatch_variance_bound(fisher: Tensor, probes: int = 1) -> Tensor:
         raise ValueError(message("fisher", "of shape [J, P]: batch, parameter", f"shape {list(diagonals.shape)}"))
     if bool((diagonals < 0).any()):
         raise ValueError(message("fisher", "a diagonal of the metric, which is >= 0", "a negative entry"))
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     return 2 * diagonals.square().sum(0) / probes
 
 
@@ -252,7 +254,7 @@ def cantelli(alpha: float, cv: float = CV_BOUND) -> float:
 
 
 def _full_columns(core: Core, J: Tensor) -> Tensor:
-    """SᵀJ, [n, c, p]."""
+    """Return the derivatives SᵀJ along the columns of the factor S, [n, c, p]."""
     return core.factor_transpose(J.permute(2, 0, 1)).permute(1, 2, 0)
 
 
@@ -264,8 +266,8 @@ def _leading_columns(core: Core, J: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return square_root(values.double())[..., None] * along, rest
 
 
-def _along(vectors: Tensor, J: Tensor) -> Tensor:
-    """The derivatives [n, r, p] along vectors [r, n, c]."""
+def _derivatives_along(vectors: Tensor, J: Tensor) -> Tensor:
+    """Return the derivatives [n, r, p] of the outputs along vectors [r, n, c]."""
     return torch.einsum("rnc,ncp->nrp", vectors.double(), J)
 
 
@@ -280,7 +282,7 @@ def _variance_of_orthogonal_probes(squares: Tensor, m: int, noise: Noise) -> Ten
 
 
 def _without_a_partner(m: int, d: int) -> float:
-    """η of `orthogonal_probe_variance`."""
+    """Return η of `orthogonal_probe_variance`: the weight of a column without a partner."""
     if d % 2:
         return 1 - m / d if m % 2 else m / d
     return 1 - math.gcd(4, d) / d if m % 2 else 0.0

@@ -73,7 +73,7 @@ class Core(ABC):
 
     @abstractmethod
     def trace(self) -> Tensor:
-        """tr M, [...].  O(C)."""
+        """The trace tr M of each distribution, [...].  O(C)."""
 
     @abstractmethod
     def squared_norm(self) -> Tensor:

@@ -31,7 +31,7 @@ class Estimator(ABC):
     """Whether the data's labels are used."""
 
     target: ClassVar[str]
-    """What the estimate is right for on average, in words for people."""
+    """What the expectation of the estimate is, for tables and messages: "exact", "unbiased", "biased (why)"."""
 
     noise_factor: ClassVar[float] = 0.0
     """c such that c·E[g⁴] is (at least) the variance of the square g² of one pass: 0 where nothing is random."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, random_seed
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
 from neuromanifold.problem.validation import Likelihood
@@ -106,13 +106,13 @@ def load_model(
 
     """
     wanted, target, source = _as_task(task), as_device(device), str(source)
-    integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    random_seed(seed)
     if dtype is not None and dtype not in DTYPES:
         raise LoadError(message("dtype", f"one of {', '.join(DTYPES)}", repr(dtype)))
     if classes is not None:
         integer_in_range(classes, "classes", 1, 10**7, "outputs of the classifier")
     if is_function_name(source):
-        loaded = _from_function(source, wanted, classes, adapter)
+        loaded = _model_from_function(source, wanted, classes, adapter)
     else:
         dtype = dtype or "float32"
         loaded = _from_pretrained(source, wanted, adapter, classes, DTYPES[dtype], seed, revision)
@@ -154,7 +154,7 @@ def _task_of(architectures: list[str], source: str) -> Task:
     raise LoadError(message("model", "a classifier or a language model", got, advice))
 
 
-def _from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
+def _model_from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
     if classes is not None or adapter is not None:
         option = "classes" if classes is not None else "adapter"
         raise LoadError(message(option, "left out for module:function", "both", "Let the function do it."))

@@ -177,7 +177,7 @@ class PerSampleBackward:
             return use.forms(g, self.uses.samples, layout)
         observer.captured(use, g)
         try:
-            return use.forms(g, self.uses.samples, layout, first_time=True)
+            return use.forms(g, self.uses.samples, layout, validating=True)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever a rule says to inputs that it was not written for

@@ -50,10 +50,10 @@ class Use:
     capture: Capture | None = None
     sites: tuple[BroadcastSite, ...] = ()
 
-    def forms(self, g: Tensor, samples: int, layout: Layout, first_time: bool = False) -> dict[int, Form]:
+    def forms(self, g: Tensor, samples: int, layout: Layout, validating: bool = False) -> dict[int, Form]:
         """Return the per-sample gradients of the use's parameters, by number, from the gradient g captured there.
 
-        For a shared call, g is already [n, *output].  `first_time`: the rule may find that it does not apply.
+        For a shared call, g is already [n, *output].  `validating`: the rule may find that it does not apply.
         """
         if self.capture is None:
             (i,) = self.parameters.values()
@@ -64,7 +64,7 @@ class Use:
         else:
             x, g = (layout.samples_first(t, samples) for t in (x, g))
         module, wanted = capture.owner.module, frozenset(self.parameters)
-        forms = capture.owner.rule.function(Call(module, x, capture.others, capture.options, g, wanted, first_time))
+        forms = capture.owner.rule.function(Call(module, x, capture.others, capture.options, g, wanted, validating))
         if missing := [name for name in wanted if name not in forms]:
             text = f"The rule of {type(module).__name__} gives nothing for {missing[0]!r}, which it is registered for."
             raise NotApplicableError(text)

@@ -61,7 +61,6 @@ class Problem:
         data: Iterable[object],
         likelihood: Likelihood = Categorical,
         parameters: Selection | Mapping[str, Tensor] = None,
-        *,
         class_dim: int = -1,
         batch_dim: int = 0,
         ignore_index: int = -100,

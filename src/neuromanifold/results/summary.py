@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, promoted
 from neuromanifold.results.naming import components, grouped, module_of
 from neuromanifold.results.table import TOTAL
 
@@ -177,7 +177,7 @@ def statistics(
 
 def chunks(tensor: Tensor, name: str, dtype: torch.dtype | None = None) -> Iterator[Array]:
     """The entries as float32 or float64 arrays, a part at a time; refuses what no Fisher diagonal holds."""
-    wanted = dtype or (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    wanted = dtype or promoted(tensor.dtype)
     for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
         x: Array = part.to("cpu", wanted).numpy()
         if x.size and not (x.min() >= 0 and x.max() < np.inf):  # a nan is neither

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.fingerprint import fingerprint
@@ -92,16 +91,7 @@ def fisher_diagonal(
 
     """
     estimator = Hutchinson() if estimator is None else estimator
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
@@ -152,16 +142,7 @@ def fisher_trace(
     Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
     """
     estimator = Hutchinson() if estimator is None else estimator
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt)
     sums = TraceSums(estimator.noise_factor)
@@ -234,8 +215,7 @@ def _check_rtol(rtol: float, estimator: Estimator) -> None:
     if not estimator.noise_factor:
         advice = "It has no noise that more data would lower; leave out rtol."
         raise ValueError(message("rtol", f"None for {estimator}", repr(rtol), advice))
-    if isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not 0 < rtol < math.inf:
-        raise ValueError(message("rtol", "a positive number such as 0.05", repr(rtol)))
+    finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
 
 
 def make_provenance(
