@@ -161,7 +161,8 @@ def test_a_forward_import_would_be_seen() -> None:
 
 def test_nothing_heavy_is_imported_with_the_package() -> None:
     heavy = "{'matplotlib', 'typer', 'rich', 'transformers', 'datasets', 'peft', 'PIL', 'jinja2'}"
-    code = f"import sys, torch; before = set(sys.modules); import neuromanifold; print({heavy} & set(sys.modules) - before)"
+    code = "import sys, torch; before = set(sys.modules); import neuromanifold; "
+    code += f"print({heavy} & set(sys.modules) - before)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "set()"
 
