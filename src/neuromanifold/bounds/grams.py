@@ -17,28 +17,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate import KeptForms, Pass
 from neuromanifold.persample.backward import PerSampleBackward
-from neuromanifold.persample.gradients import Form
 from neuromanifold.persample.gradients.stacks import Flat, Stack, stack
 from neuromanifold.persample.plan import Use
 
 _LEAST = 2**24  # bytes that may be held in any case
-
-
-class _ClassForms:
-    """Keeps the per-sample gradients of one class."""
-
-    def __init__(self) -> None:
-        self.forms: dict[int, Form] = {}
-
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Keep those of parameter number i."""
-        del made_by
-        self.forms[i] = form
-
-    def end_pass(self) -> None:
-        """Each class has one pass, and its own object."""
 
 
 class ClassGradients:
@@ -72,7 +56,7 @@ class ClassGradients:
         """
         classes = logits.shape[-1]
         for group in self._groups(classes, self.ordinary // 2 if budget is None else budget):
-            kept = [_ClassForms() for _ in range(classes)]
+            kept = [KeptForms() for _ in range(classes)]
             several = self._vectorizes and logits.dtype.itemsize >= 4
             at_once = self._backward.how_many_at_once(logits, classes) if several else 1
             for start in range(0, classes, at_once):

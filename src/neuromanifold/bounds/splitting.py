@@ -25,8 +25,7 @@ def split(problem: Problem, batch: Batch, logits: Tensor, samples: int) -> list[
         rows = slice(start, min(start + samples, total))
         part = cut(batch, total, rows)
         try:
-            with torch.no_grad():
-                same = same_logits(problem, problem.evaluate(part).logits, logits[rows])
+            same = same_logits(problem, problem.outputs(part).logits, logits[rows])
             if not same or (start == 0 and not _same_gradients(problem, batch, part, rows)):
                 return []
         except Exception:  # whatever the model says to a batch that has been cut in the wrong way

@@ -126,8 +126,9 @@ class FisherOperator(Metric):
     def count(self) -> int:
         """The number of samples; before the first product this takes a pass of forward evaluations."""
         if not self._count:
-            with self.problem.session(), torch.no_grad():
-                self._set_count(sum(int(self._evaluate(batch).samples) for batch in self._batches))
+            with self.problem.session():
+                samples = (self.problem.outputs(batch, self._estimator).samples for batch in self._batches)
+                self._set_count(sum(map(int, samples)))
         return self._count[0]
 
     def __repr__(self) -> str:
@@ -180,10 +181,9 @@ class FisherOperator(Metric):
         """On the first batch that is not empty."""
         with self.problem.session():
             for batch in self._batches.batches():
-                with torch.no_grad():  # errors of the model itself, and bad logits, show here
-                    outputs = self._evaluate(batch)
-                    self.problem.distributions(outputs)
-                    self.problem.inspect(batch, outputs)
+                outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
+                self.problem.distributions(outputs)
+                self.problem.inspect(batch, outputs)
                 if len(outputs.logits):
                     self._jacobian.choose(lambda batch=batch: self._evaluate(batch))  # type: ignore[misc]
                     return

@@ -12,6 +12,8 @@ Operations that pick or mix rows by what the data say (indexing, sorting, produc
 followed.  What lies below them is verified with every batch (`verify.py`), since the next one may differ.
 """
 
+# ruff: noqa: SIM905 (names of operations, as text)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -29,135 +31,21 @@ UNKNOWN: Final = -2
 """The samples cannot be followed to this tensor."""
 
 _ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Acos",
-        "Acosh",
-        "Add",
-        "Addcdiv",
-        "Addcmul",
-        "Alias",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atan2",
-        "Atanh",
-        "Celu",
-        "Ceil",
-        "Clamp",
-        "ClampMax",
-        "ClampMin",
-        "Clone",
-        "Cos",
-        "Cosh",
-        "Detach",
-        "Div",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Exp2",
-        "Expand",
-        "Expm1",
-        "Floor",
-        "Fmod",
-        "Gelu",
-        "Hardshrink",
-        "Hardsigmoid",
-        "Hardswish",
-        "Hardtanh",
-        "Hypot",
-        "LeakyRelu",
-        "Lerp",
-        "Log",
-        "Log10",
-        "Log1P",
-        "Log2",
-        "Logaddexp",
-        "Logit",
-        "LogSigmoid",
-        "MaskedFill",
-        "Maximum",
-        "Minimum",
-        "Mish",
-        "Mul",
-        "NanToNum",
-        "NativeDropout",
-        "Neg",
-        "Polar",
-        "Pow",
-        "Prelu",
-        "Reciprocal",
-        "Relu",
-        "Remainder",
-        "Round",
-        "Rsqrt",
-        "Rsub",
-        "Selu",
-        "Sgn",
-        "Sigmoid",
-        "Silu",
-        "Sin",
-        "Sinc",
-        "Sinh",
-        "Softplus",
-        "Softshrink",
-        "Sqrt",
-        "Square",
-        "Sub",
-        "Tan",
-        "Tanh",
-        "Threshold",
-        "ToCopy",
-        "Trunc",
-        "Where",
-        "Xlogy",
-    ]
+    """
+    Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Celu Ceil Clamp ClampMax ClampMin Clone Cos
+    Cosh Detach Div Elu Erf Erfc Exp Exp2 Expand Expm1 Floor Fmod Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
+    Hypot LeakyRelu Lerp Log Log10 Log1P Log2 Logaddexp Logit LogSigmoid MaskedFill Maximum Minimum Mish Mul
+    NanToNum NativeDropout Neg Polar Pow Prelu Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Silu Sin
+    Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy
+    """.split()
 )
-_RESHAPES = frozenset(
-    ["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Reshape", "ViewAsReal", "ViewAsComplex"]
-)
-_REDUCES = frozenset(
-    [
-        "Sum",
-        "Mean",
-        "Amax",
-        "Amin",
-        "Logsumexp",
-        "Norm",
-        "LinalgVectorNorm",
-        "Std",
-        "Var",
-        "Prod",
-        "Median",
-        "Max",
-        "Min",
-        "All",
-        "Any",
-    ]
-)
+_RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
+_REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
 _CUTS = frozenset(
-    [
-        "Slice",
-        "ConstantPadNd",
-        "Split",
-        "SplitWithSizes",
-        "UnsafeSplit",
-        "UnsafeSplitWithSizes",
-        "Gather",
-        "IndexSelect",
-    ]
+    "Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split()
 )
-_ALONG = frozenset(["Softmax", "LogSoftmax", "SafeSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"])
-_POOLS = (
-    "AvgPool",
-    "MaxPool",
-    "AdaptiveAvgPool",
-    "AdaptiveMaxPool",
-    "Upsample",
-    "MkldnnAdaptiveAvgPool",
-    "ReflectionPad",
-)
+_ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
+_POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnAdaptiveAvgPool ReflectionPad".split())
 
 
 def operation(node: Node) -> str:

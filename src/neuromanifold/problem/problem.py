@@ -149,6 +149,14 @@ class Problem:
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
         return outputs
 
+    def outputs(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
+        """Run the model for its outputs alone, without an autograd graph."""
+        try:
+            with torch.no_grad():
+                return self.evaluate(batch, estimator)
+        except RuntimeError:  # perhaps forward takes derivatives itself
+            return self.evaluate(batch, estimator).detached()
+
     def validation(self) -> LateValidation:
         """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
         return LateValidation(self.likelihood)
@@ -167,7 +175,6 @@ class Problem:
             late.flush()
         return made
 
-    @torch.no_grad()
     def inspect(self, batch: Batch, outputs: Outputs) -> None:
         """Warn of outputs and labels that look wrong, and of samples that influence each other.
 

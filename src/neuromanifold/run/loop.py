@@ -53,7 +53,8 @@ def run(
     options = options or LoopOptions()
     counts, (shard, shards), number, left = Counts(), options.shard, -1, 0
     step = Step(problem, settings, sums)
-    process = CapturedSteps(step, sums, options.cuda_graphs) if options.cuda_graphs else step
+    captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
+    process = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
     saved = _resumed(step, counts, options)
     interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
     reporter = Reporter(options.progress) if callable(options.progress) else None

@@ -46,7 +46,7 @@ class GradientRows:
             self._reserve(form.samples)
             self._rows = torch.zeros(form.samples, self._size, dtype=self._dtype, device=form.device)
         columns = self._rows[:, self._columns[i]]
-        columns.add_(form.gradients(0, form.samples, self._dtype).view_as(columns), alpha=1 / made_by.scale)
+        columns.add_(form.gradients(0, form.samples, self._dtype).reshape(columns.shape), alpha=1 / made_by.scale)
 
     @torch.no_grad()
     def end_pass(self) -> None:
@@ -68,4 +68,19 @@ class GradientRows:
         self._after_batch()
 
     def synchronize(self) -> None:
+        """Nothing waits."""
+
+
+class KeptForms:
+    """Keeps the per-sample gradients of one backward pass in the form in which they come."""
+
+    def __init__(self) -> None:
+        self.forms: dict[int, Form] = {}
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Keep those of parameter number i."""
+        del made_by
+        self.forms[i] = form
+
+    def end_pass(self) -> None:
         """Nothing waits."""
