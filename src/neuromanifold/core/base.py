@@ -76,6 +76,10 @@ class Core(ABC):
         """tr M, [...].  O(C)."""
 
     @abstractmethod
+    def squared_norm(self) -> Tensor:
+        """‖M‖² = tr M² = Σ λ_i², [...].  O(C)."""
+
+    @abstractmethod
     def spectrum(self, k: int) -> Spectrum:
         """The k largest eigenvalues [..., k], descending, and their orthonormal eigenvectors [..., k, C]."""
 

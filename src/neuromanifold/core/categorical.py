@@ -143,6 +143,11 @@ class Categorical(Core):
         """tr F = 1 - ‖p‖² (Theorem 1), [...].  O(C)."""
         return (self.probs * self.complement).sum(-1)
 
+    def squared_norm(self) -> Tensor:
+        """‖F‖² = Σ p_i²(1 - 2p_i) + ‖p‖⁴, [...]: by p_i² (1 - p_i)² on the diagonal and p_i² p_j² elsewhere.  O(C)."""
+        squares = self.probs.square()
+        return (squares * (self.complement.square() - squares)).sum(-1) + squares.sum(-1).square()
+
     def null_vector(self) -> Tensor:
         """v_1 = e/√C with λ_1 = 0 (Theorem 1): adding a constant to all logits changes nothing.  [..., C]."""
         return torch.full_like(self.probs, self.dim**-0.5)

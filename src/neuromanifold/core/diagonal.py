@@ -62,6 +62,10 @@ class DiagonalCore(Core):
         """Σ ζ_i, [...].  O(C)."""
         return self.diagonal.sum(-1)
 
+    def squared_norm(self) -> Tensor:
+        """Σ ζ_i², [...].  O(C)."""
+        return self.diagonal.square().sum(-1)
+
     def spectrum(self, k: int) -> Spectrum:
         """The k largest ζ_i, descending, and their unit vectors.  O(C log k), and O(kC) to write the vectors."""
         values, index = self.diagonal.topk(self._rank(k), dim=-1)

@@ -61,6 +61,14 @@ class Estimator(ABC):
         del alone
         return [self.noise_factor] * self.passes(core)
 
+    def noise_shares(self, core: Core) -> tuple[Tensor, Tensor] | None:
+        """Return Σ Var(g²) and Σ c E[g⁴] over distributions, up to a factor, on average over directions of J.
+
+        Their ratio says how much of the bound c E[g⁴], which holds for any direction, is noise.  None: all of it.
+        """
+        del core
+        return None
+
     @property
     def independent_passes(self) -> bool:
         """Whether the passes of a batch are independent copies of each other."""

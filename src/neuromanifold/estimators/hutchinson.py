@@ -163,6 +163,18 @@ class Hutchinson(Estimator):
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
         return [0.0] * own + [self.noise_factor * left] * m
 
+    def noise_shares(self, core: Core) -> tuple[Tensor, Tensor] | None:
+        """Return Σ (tr M)² - ‖M‖² and Σ (tr M)² for independent probes along eigenvectors.
+
+        With signs along eigenvectors and a row of J that has no preferred direction, q_i = λ_i times a squared normal
+        number: Var(g²) = 2 E[(Σq)² - Σq²] = 2((tr M)² - ‖M‖²), and E[g⁴] = E[3(Σq)² - 2Σq²] = 3(tr M)².  Where one
+        eigenvalue dominates, as for confident predictions, next to nothing of the bound (2/3) E[g⁴] is noise.
+        """
+        if self._together or not self._eigenpairs or self.noise != "rademacher":
+            return None
+        squares = core.trace().double().square()
+        return (squares - core.squared_norm().double()).sum(), squares.sum()
+
     @property
     def independent_passes(self) -> bool:
         """Not if they are orthogonal."""

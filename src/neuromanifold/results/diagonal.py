@@ -77,9 +77,13 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
 
     @property
     def relative_error(self) -> float:
-        """Σ standard errors over Σ entries: 0.1 says that an entry is typically known to ten per cent."""
+        """Σ standard errors over Σ entries: 0.1 says that an entry is typically known to ten per cent.
+
+        The standard error of an entry is a bound, and for deflated probes a wide one.  On average over entries it is
+        known from the outputs how much of it is noise (`provenance.noise_ratio`), which is taken into account here.
+        """
         trace = self.trace
-        return trace.noise / trace.sum if trace.sum else 0.0
+        return self.provenance.noise_ratio * trace.noise / trace.sum if trace.sum else 0.0
 
     def __add__(self, other: DiagonalFisher) -> DiagonalFisher:
         if not isinstance(other, DiagonalFisher):

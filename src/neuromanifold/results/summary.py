@@ -51,7 +51,7 @@ class Statistics:
     entries: int
     zeros: int
     total: float  # its part of the trace
-    noise: float  # Σ of its entries' standard errors
+    noise: float  # Σ of its entries' standard errors, as large as they are on average
     largest: float
     median: float  # of positive entries; nan where there are none
     p95: float  # likewise
@@ -110,7 +110,11 @@ def summarize(result: DiagonalFisher, title: str = "", most: int | None = None) 
     groups = {f"c/{key}": group for key, group in parts.items()} | {f"l/{key}": group for key, group in layers.items()}
     groups |= {f"p/{name}": [name] for name in names} | {TOTAL: names}
     divisor = result.count if result.reduction == "mean" and result.count else 1
-    found = statistics(result.sums, groups, divisor, result.noise)
+    ratio = result.provenance.noise_ratio
+    found = {
+        key: replace(one, noise=ratio * one.noise)
+        for key, one in statistics(result.sums, groups, divisor, result.noise).items()
+    }
     trace = found[TOTAL].total
 
     def made(prefix: str, keys: Sequence[str]) -> list[Statistics]:

@@ -204,13 +204,14 @@ def _run(
     if rtol is not None:
         _check_rtol(rtol, settings.estimator)
 
-    def relative_error() -> float | None:
-        return sums.relative_error() if random else None
+    def relative_error(counts: Counts) -> float | None:
+        error = sums.relative_error() if random else None
+        return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     def enough(counts: Counts) -> str:
         if counts.batches % max(1, counts.batches // 8):
             return ""
-        error = relative_error()
+        error = relative_error(counts)
         if rtol is None or error is None or error > rtol:
             return ""
         return f"stopped after {counts.batches} batches: relative standard error {error:.3g} <= rtol {rtol:g}"
@@ -219,7 +220,7 @@ def _run(
         problem, settings, sums, options, enough=None if rtol is None else enough, relative_error=relative_error
     )
     if rtol is not None and not counts.stopped:
-        error = relative_error()
+        error = relative_error(counts)
         if error is not None and error > rtol:
             found = f"relative standard error {error:.3g} after {counts.batches} batches"
             counts.stopped = f"rtol {rtol:g} not reached: {found}"
@@ -250,6 +251,7 @@ def make_provenance(
         granularity=dict(zip(problem.parameters, counts.methods, strict=True)),
         seeds=[settings.seed] if estimator.noise_factor else [],
         noise_factor=estimator.noise_factor,
+        noise_ratio=counts.noise_ratio,
         draws=[[settings.seed, shard[0], counts.next, shard[1]]],
         data_fingerprints=[counts.first] if counts.first else [],
         batches=counts.batches,
