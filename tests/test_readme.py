@@ -82,5 +82,5 @@ def test_every_name_that_a_page_uses_exists(page: Path) -> None:
 
 
 def test_a_name_that_is_gone_would_be_seen() -> None:
-    text = "`nm.Full()`, `nm.fisher_factors(per="sample")`, `replay=True`, `nm.Exact(envelope=nm.Lower(1))`, `rtol=0.1`"
+    text = "`nm.Full()`, `nm.fisher_factors(per='sample')`, `replay=True`, `nm.Exact(envelope=nm.Lower(1))`, `rtol=0.1`"
     assert unknown_names(text) == {"Full", "per", "replay"}
