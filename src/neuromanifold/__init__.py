@@ -17,6 +17,7 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
+from neuromanifold.hf import load_data, load_model
 from neuromanifold.operators import FisherFactors, FisherMatrix
 from neuromanifold.operators.factors import fisher_factors
 from neuromanifold.operators.matrix import fisher_matrix
@@ -78,6 +79,9 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "fisher_operator",
     "fisher_trace",
     "path_length",
+    # models and data
+    "load_data",
+    "load_model",
     # rules of layers
     "check_rule",
     "rule",

@@ -131,7 +131,7 @@ def _evaluations(problem: Problem, batch: Batch, outputs: Outputs) -> tuple[bool
     mixes = samples_influence_each_other(problem, batch, outputs)
     if mixes is not None:
         return True, not mixes, ""
-    why = "samples cannot be cut out of its inputs, or the model fails on fewer samples"
+    why = "samples cannot be cut out of its inputs"
     why = "the first batch has a single sample" if len(outputs.logits) < 2 else why
     return True, None, f"Whether samples influence each other is not known: {why}."
 

@@ -45,7 +45,7 @@ def probabilities_note(core: Core) -> str:
         return ""
     rows = core.given.detach()
     off = (rows.sum(-1, dtype=core.dtype) - 1).abs().amax()
-    if bool((off > 1e-5 + 4 * torch.finfo(rows.dtype).eps) | (rows.amin() < 0)):
+    if not bool((off <= 1e-5 + 4 * torch.finfo(rows.dtype).eps) & (rows.amin() >= 0)):  # NaN is none, either
         return ""
     text = (
         "The model's outputs are probabilities: all are >= 0 and each row sums to one. They are taken for logits, of "
