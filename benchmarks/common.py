@@ -1,8 +1,9 @@
 """Timing side by side, and writing down what was measured, when, and with what.
 
-    interleaved   median seconds of functions that take turns
-    slopes        seconds of a batch, and of what happens once, from runs over few and over many batches
-    peak_memory   of one call, in a process of its own
+    interleaved       median seconds of functions that take turns
+    interleaved_runs  the same for runs over few and over many batches
+    slope_turn        seconds of a batch and of what happens once, of one turn of such a run
+    peak_memory       of one call, in a process of its own
 
 The baseline of all ratios is `forward_backward`: what a training step does before its optimizer.
 """
@@ -20,9 +21,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +33,7 @@ from torch.nn.functional import cross_entropy
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "forward + backward"
 
+K = TypeVar("K", bound=Hashable)
 Run = Callable[[Iterable[object]], object]
 """Goes through batches."""
 
@@ -69,11 +72,11 @@ def seconds(work: Callable[[], object], device: torch.device) -> Times:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]],
+    functions: Mapping[K, Callable[[], object]],
     repeats: int,
     device: torch.device,
-    slow: Mapping[str, int] | None = None,
-) -> dict[str, Times]:
+    slow: Mapping[K, int] | None = None,
+) -> dict[K, Times]:
     """Return median seconds of each function; they take turns, so that a noisy moment hits all of them.
 
     Each turn begins with a call that is not timed, so that no function pays for the caches and threads of the last one.
@@ -81,7 +84,7 @@ def interleaved(
     call before the timed one.
     """
     slow = slow or {}
-    times: dict[str, list[Times]] = {name: [] for name in functions}
+    times: dict[K, list[Times]] = {name: [] for name in functions}
     for turn in range(repeats):
         for name, function in functions.items():
             if turn >= slow.get(name, repeats):
@@ -112,23 +115,21 @@ class Slope(NamedTuple):
 def slope_turn(run: Run, batch: object, counts: tuple[int, int], device: torch.device, into: Slope) -> None:
     """Time a run over few and over many batches: fixed + k·batch each; `into` takes both unknowns."""
     few, many = counts
-    short, long = (seconds(lambda k=k: run([batch] * k), device).wall for k in counts)  # type: ignore[misc]
+    short, long = (seconds(partial(run, [batch] * k), device).wall for k in counts)
     one = (long - short) / (many - few)
     into.batch.append(one)
     into.fixed.append(short - few * one)
 
 
-def slopes(
+def interleaved_runs(
     runs: Mapping[str, Run], batch: object, counts: tuple[int, int], repeats: int, device: torch.device
-) -> dict[str, Slope]:
-    """Return the slope of each run over `counts` batches; they take turns, after a call each that is not timed."""
-    found = {name: Slope([], []) for name in runs}
-    for run in runs.values():
-        run([batch] * counts[0])
-    for _ in range(repeats):
-        for name, run in runs.items():
-            slope_turn(run, batch, counts, device, found[name])
-    return found
+) -> dict[str, dict[int, Times]]:
+    """Return median seconds of each run over each number of batches; they take turns, after an untimed call."""
+    functions = {(name, k): partial(run, [batch] * k) for name, run in runs.items() for k in counts}
+    for function in functions.values():
+        function()
+    times = interleaved(functions, repeats, device, slow=dict.fromkeys(functions, repeats))
+    return {name: {k: times[name, k] for k in counts} for name in runs}
 
 
 def synchronize(device: torch.device) -> None:

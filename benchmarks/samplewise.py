@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ from unittest import mock
 
 import others
 import torch
-from common import BASELINE, Times, forward_backward, interleaved, keep, peak_memory, seconds, setting, table
+from common import BASELINE, Times, forward_backward, interleaved, interleaved_runs, keep, peak_memory, setting, table
 from models import NETWORKS, Task, small_networks, task
 from others_torch import Work
 
@@ -189,13 +188,10 @@ def verification(options: argparse.Namespace) -> str:
     for name, (model, batch) in small_networks().items():
         estimate = partial(nm.fisher_diagonal, model)
         kinds = {BASELINE: partial(forward_backward, model), "verified": estimate, "first": only_first(estimate)}
-        taken: dict[tuple[str, int], list[float]] = {(kind, k): [] for kind in kinds for k in (1, batches)}
-        for _ in range(1 + options.repeats):  # the first turn does not count
-            for kind, k in taken:
-                taken[kind, k].append(seconds(partial(kinds[kind], [batch] * k), device).cpu)
-        median = {key: 1000 * statistics.median(values[1:]) for key, values in taken.items()}  # in ms
-        base, later = ((median[kind, batches] - median[kind, 1]) / (batches - 1) for kind in (BASELINE, "first"))
-        once, added = median["verified", 1] - later, median["verified", batches] / median["first", batches] - 1
+        times = interleaved_runs(kinds, batch, (1, batches), options.repeats, device)
+        ms = {kind: {k: 1000 * one.cpu for k, one in times[kind].items()} for kind in kinds}
+        base, later = ((ms[kind][batches] - ms[kind][1]) / (batches - 1) for kind in (BASELINE, "first"))
+        once, added = ms["verified"][1] - later, ms["verified"][batches] / ms["first"][batches] - 1
         figures = f"{base:.2f}", f"{later:.2f}", f"{later - base:.2f}", f"{later / base:.2f}"
         rows.append([name, *figures, f"{once:.1f}", f"{once / base:.1f}", f"{100 * added:.1f} %"])
         print(" · ".join(rows[-1]), flush=True)

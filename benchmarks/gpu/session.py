@@ -1,72 +1,107 @@
-"""A run of the GPU benchmark: its options, device and clock, what may fail, and what has been found so far."""
+"""A session on a GPU: its options, device and clock, what failed, and what has been found so far.
+
+Results are rows of named cells.  They are written as JSON and as Markdown after each section, so that a session that
+is killed has still said what it knows.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import gc
-import io
+import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-import transformers
-from common import keep, setting
-from gpu_models import PRECISIONS, TASKS, full_task, small_task
+from common import Times, processor, seconds, synchronize, table, versions
 from models import Task
 
-SECTIONS = ("checks", "exact", "times", "kernels", "larger", "device")
+from gpu.models import TASKS, full_task, small_task
+
+T = TypeVar("T")
+Row = dict[str, str | float | bool | None]
 MESSAGE = 200  # characters of an error in a table
-_ORDER = [*TASKS, "Larger batches", "Memory", "Exact diagonal", "Checks", "Fused kernels"]
+_ABOUT = (
+    "Times are wall-clock seconds of a batch in a run, without what happens once a call (“fixed”), over those of "
+    "forward + backward (eager, summed cross-entropy into .grad); ± is half the range over the turns.  fp32: no TF32; "
+    "tf32: products and convolutions of float32 in TF32; bf16 and fp16: model and inputs in that type."
+)
 
 
-class Clocked(NamedTuple):
-    """What has been timed by the clock, for those who know more about it to fill in."""
+class Missing(NamedTuple):
+    """Why there is no value."""
 
-    task: str
-    times: int  # the samples
-    which: str  # precision
-    row: str
-    heading: str  # of the section
-    line: list[str]  # of its table
-    seconds: float  # of a batch
+    reason: str
+
+
+class Section(NamedTuple):
+    """Rows under a heading."""
+
+    rows: list[Row]
+    note: str = ""
 
 
 class Session:
-    """The options, the device and the clock of this run, and what it has found so far."""
+    """Runs what may fail, keeps the time, and writes down what was found."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.start = options, time.perf_counter()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.texts: dict[str, str] = {}  # by heading
-        self.tables: dict[str, tuple[list[str], list[list[str]]]] = {}  # header and lines, of those that are not done
-        self.clocked: list[Clocked] = []
+        self.failures: list[str] = []
+        self.not_run: list[str] = []
+        self.sections: dict[str, Section] = {}
+        self._deadline = self.start + options.budget
+
+    # ------------------------------------------------------------------------------------------------------- control
 
     def tell(self, text: str) -> None:
-        """Progress, with the seconds since the start."""
+        """Print progress, with the seconds since the start."""
         print(f"[{time.perf_counter() - self.start:6.1f} s] {text}", flush=True)
 
     @property
-    def over(self) -> bool:
-        """Whether no new row may begin."""
-        return time.perf_counter() - self.start > self.options.budget
+    def left(self) -> float:
+        """Seconds until no new row may begin."""
+        return self._deadline - time.perf_counter()
 
-    def guarded(self, name: str, function: Callable[[], object]) -> object:
-        """The function's value, or in one line why there is none; the whole story goes to stderr."""
-        if self.over:
-            return "not run: out of time"
+    @contextlib.contextmanager
+    def share(self, part: float) -> Iterator[None]:
+        """Give what is inside a part of the time that is left; what it does not use is left to others."""
+        before = self._deadline
+        self._deadline = time.perf_counter() + part * max(0.0, self.left)
+        try:
+            yield
+        finally:
+            self._deadline = before
+
+    def guarded(self, name: str, function: Callable[[], T]) -> T | Missing:
+        """Return the function's value, or in one line why there is none; the traceback goes to stderr."""
+        if self.left <= 0:
+            self.not_run.append(name)
+            return Missing("not run: out of time")
         try:
             return function()
         except Exception as error:
             text = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:MESSAGE]}".replace("|", "/")
             print(f"{name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        self.failures.append(f"{name}: {text}")
         self.tell(f"{name} · {text}")
         self.free()
-        return text
+        return Missing(text)
+
+    def checked(self, name: str, row: Row, passed: bool, rows: list[Row]) -> None:
+        """Add a row with its verdict; one that does not pass is a failure of the session."""
+        rows.append({**row, "verdict": "PASS" if passed else "FAIL"})
+        if not passed:
+            self.failures.append(f"{name}: FAIL")
+        self.tell(f"{name} · " + " · ".join(f"{key} {cell(value)}" for key, value in rows[-1].items()))
+
+    # -------------------------------------------------------------------------------------------------------- device
 
     def free(self) -> None:
         """Give back what is not used any more; also after an error that the device does not recover from."""
@@ -75,56 +110,78 @@ class Session:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Of one call, with nothing under way before and after."""
-        self.wait()
-        begin = time.perf_counter()
-        work()
-        self.wait()
-        return time.perf_counter() - begin
+    def seconds(self, work: Callable[[], object]) -> Times:
+        """Return the seconds of one call."""
+        return seconds(work, self.device)
 
     def wait(self) -> None:
-        """For the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait for the device."""
+        synchronize(self.device)
 
-    def task(self, name: str, times: int = 1) -> Task:
-        """Full size, or small for --quick; perhaps with so many times the samples."""
-        if self.options.quick:
-            return small_task(TASKS[name][0], self.device, times)
-        return full_task(name, self.device, times)
+    def task(self, name: str) -> Task:
+        """Return a task at full size, or small for --quick."""
+        return small_task(TASKS[name][0], self.device) if self.options.quick else full_task(name, self.device)
 
-    def keep(self, heading: str, text: str) -> None:
-        """Add a section and write everything down."""
-        self.texts[heading] = text
-        if self.options.copy:
-            Path(self.options.copy).write_text(self.text + "\n")
-        if self.whole:
-            with contextlib.redirect_stdout(io.StringIO()):  # all of it is printed once, at the end
-                keep("gpu-h200", self.text)
+    # ------------------------------------------------------------------------------------------------------- results
+
+    def add(self, heading: str, rows: list[Row], note: str = "") -> None:
+        """Set the rows of a section and write everything."""
+        if rows:
+            self.sections[heading] = Section(rows, note)
+        self.write()
+
+    def write(self) -> None:
+        """Write JSON and Markdown into the folder of --out."""
+        out = Path(self.options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        facts = {"failures": self.failures, "not_run": self.not_run}
+        found = {heading: section._asdict() for heading, section in self.sections.items()}
+        whole = {**self.setting, **facts, "sections": found}
+        (out / "gpu.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+        (out / "gpu.md").write_text(self.text + "\n")
 
     @property
-    def whole(self) -> bool:
-        """Whether this run is the whole result; a part does not replace it."""
-        o = self.options
-        return not (
-            o.quick
-            or o.main
-            or o.only
-            or o.skip_checks
-            or set(o.precision) != set(PRECISIONS)
-            or o.sections != SECTIONS
-        )
+    def setting(self) -> dict[str, object]:
+        """Date, command, versions, device and seconds."""
+        return {
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(["python benchmarks/gpu_session.py", *_without_folder(sys.argv[1:])]),
+            "versions": versions(),
+            "device": processor(self.device),
+            "seconds": round(time.perf_counter() - self.start),
+        }
 
     @property
     def text(self) -> str:
-        """All sections so far, in the order of reading."""
-        command = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
-        head = f"{setting(command, self.device)} · transformers {transformers.__version__}"
-        head += f" · {time.perf_counter() - self.start:.0f} s"
-        order = sorted(self.texts, key=lambda heading: _ORDER.index(heading.split(":")[0]))
-        title = "# On a GPU: time and memory over plain forward + backward"
-        note = "Times are per batch, without what happens once a call (“fixed”); ± is half the range over the turns. "
-        note += "“Device” is the sum of all kernels of a batch, “busy” its share of the time by the clock: well below "
-        note += "100 %, the clock has timed the host, not the device.  Goals are for times by the clock."
-        return "\n\n".join([title, head, note, *(f"## {heading}\n\n{self.texts[heading]}" for heading in order)])
+        """All sections so far, as Markdown."""
+        facts = self.setting
+        used = ", ".join(f"{name} {version}" for name, version in versions().items())
+        head = f"{facts['date']} · `{facts['command']}` · {used} · {facts['device']} · {facts['seconds']} s"
+        parts = ["# On a GPU: checks, and time and memory over forward + backward", head, _ABOUT]
+        for title, names in (("Failures", self.failures), ("Not run, out of time", self.not_run)):
+            if names:
+                parts.append(f"{title}:\n\n" + "\n".join(f"- {name}" for name in names))
+        for heading, (rows, note) in self.sections.items():
+            header = list(dict.fromkeys(key for row in rows for key in row))
+            lines = [[cell(row.get(key)) for key in header] for row in rows]
+            parts += [f"## {heading}", *([note] if note else []), table(header, lines)]
+        return "\n\n".join(parts)
+
+
+def cell(value: str | float | bool | None) -> str:
+    """Return a value as it stands in a table."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _without_folder(arguments: list[str]) -> list[str]:
+    """Leave out --out and its folder: where results are written is no part of them."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not (skip or argument.startswith("--out")):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
