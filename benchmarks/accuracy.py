@@ -7,7 +7,7 @@
 TASK_DIR is a folder made by shared/realdata/prepare.py, or an export of one (see tasks.py).
 
 exact = fisher_diagonal(Exact())                                  C - 1 passes for each batch
-for each estimator, by batches and by samples; for each seed:
+for each estimator, per batch and per sample; for each seed:
     errors of fisher_diagonal(estimator, seed) against exact, for embeddings, for everything else, and for all
 times: all of them in turn on the first batches, over forward + backward of the same
 
@@ -31,7 +31,6 @@ import tasks
 import torch
 from tasks import RealTask
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import neuromanifold as nm
 from neuromanifold.diagnostics.runs import EPSILON, coverage, short_name
@@ -137,7 +136,7 @@ def measure(task: RealTask, seeds: int, tell: Callable[[str], None]) -> tuple[li
             fim = run(task.model, task.batches, entry.estimator, granularity=entry.granularity, seed=seed)
             for key, own in names.items():
                 found[key].append(errors(part(fim, own), exact_parts[key]))
-        ways, p = fim.provenance.granularity, fim.provenance
+        methods, p = fim.provenance.granularity, fim.provenance
         rows.append(
             {
                 "name": entry.name,
@@ -148,7 +147,9 @@ def measure(task: RealTask, seeds: int, tell: Callable[[str], None]) -> tuple[li
                 "curve": entry.curve,
                 "passes": p.passes / p.batches,
                 "runs": len(found["all"]),
-                "by_batches": [] if entry.granularity == "batch" else [n for n, way in ways.items() if way == "batch"],
+                "by_batches": []
+                if entry.granularity == "batch"
+                else [n for n, method in methods.items() if method == "batch"],
                 "errors": {key: {q: fmean(n[q] for n in runs) for q in runs[0]} for key, runs in found.items()},
                 "seeds": {key: [n["relmae"] for n in runs] for key, runs in found.items()},
             }
@@ -166,41 +167,28 @@ def reference_check(task: RealTask) -> float:
 
 
 def add_times(rows: list[dict], task: RealTask, count: int, repeats: int, device: torch.device) -> Numbers:
-    """Time of each row over that of plain passes: processor time on a CPU, which others may use too, else the clock."""
+    """Add times over forward + backward: processor time on a CPU, which others may use too; else wall-clock."""
     batches = task.batches[:count]
     own = {entry.name: entry for entry in entries(task.classes)} | {"Exact()": Entry(nm.Exact(), "auto")}
 
     def job(entry: Entry) -> Callable[[], object]:
         return lambda: nm.fisher_diagonal(task.model, batches, entry.estimator, granularity=entry.granularity)
 
-    functions: dict[str, Callable[[], object]] = {"plain": lambda: plain(task.model, batches)}
+    functions: dict[str, Callable[[], object]] = {common.BASELINE: lambda: common.forward_backward(task.model, batches)}
     functions |= {name: job(entry) for name, entry in own.items()}
-    passes = {row["name"]: row["passes"] for row in rows} | {"Exact()": task.classes - 1, "plain": 1}
-    long = common.interleaved({"plain": functions["plain"]}, 1, device)["plain"].wall > 1
+    passes = {row["name"]: row["passes"] for row in rows} | {"Exact()": task.classes - 1, common.BASELINE: 1}
+    long = common.seconds(functions[common.BASELINE], device).wall > 1
     slow = {name: 1 if m > 8 else repeats for name, m in passes.items() if m > 8 or long}
     times = common.interleaved(functions, repeats, device, slow)
     kind = "cpu" if device.type == "cpu" else "wall"
     seconds = {name: getattr(one, kind) for name, one in times.items()}
     for row in rows:
-        row["time"] = seconds[row["name"]] / seconds["plain"]
+        row["time"] = seconds[row["name"]] / seconds[common.BASELINE]
     return {
         "timed_batches": len(batches),
-        "plain_seconds": seconds["plain"] / len(batches),
-        "exact_time": seconds["Exact()"] / seconds["plain"],
+        "baseline_seconds": seconds[common.BASELINE] / len(batches),
+        "exact_time": seconds["Exact()"] / seconds[common.BASELINE],
     }
-
-
-def plain(model: nn.Module, batches: list) -> None:
-    """Forward and backward into .grad, as in training."""
-    for batch in batches:
-        model.zero_grad(set_to_none=True)
-        if isinstance(batch, dict):
-            output = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
-            labels = batch["labels"]
-        else:
-            output, labels = model(batch[0]), batch[1]
-        cross_entropy(output, labels).backward()
-    model.zero_grad(set_to_none=True)
 
 
 def statements(rows: list[dict], classes: int, size: int, check: float) -> list[dict]:
@@ -211,7 +199,7 @@ def statements(rows: list[dict], classes: int, size: int, check: float) -> list[
     ratios = [value / one if one else float("inf") for value in by_batches]
     made = [
         {
-            "text": f"By samples, one backward has at least four times less error than by batches of {size}",
+            "text": f"Per sample, one backward has at least four times less error than per batch of {size}",
             "holds": min(ratios) >= 4,
             "detail": f"{one:.3g} against {by_batches[0]:.3g} (deflated, {ratios[0]:.3g} times) "
             f"and {by_batches[1]:.3g} (𝔽, {ratios[1]:.3g} times)",
@@ -263,19 +251,19 @@ def report(r: dict) -> str:
 _NOTE = """RelMAE: mean of |estimate - F|/(F + 1e-12), F summed over the samples; positive: over entries with F > 0.
 s.e.: the standard error that the result reports of itself, Σ s.e./Σ F.  2 s.e.: the share of positive entries within
 two of them (95 % is what they promise).  scale: trace over that of F.  time: over forward + backward of the same
-batches, all in turn, medians; processor time on a CPU.  By samples, the first batch of a call has a few passes more,
-which find out how samples go through the network: calls with few batches show it.  Means over the seeds."""
+batches, all in turn, medians; processor time on a CPU.  Per sample, batches 0, 1, 16, 256, ... of a call
+have more passes, in which gradients are verified: calls with few batches show it.  Means over the seeds."""
 
 
 def _facts(r: dict) -> str:
     shape = f"{r['parameters']:,} parameters, C={r['classes']}, {r['samples']} samples in batches of {r['batch_size']}"
     mean = f"mean largest probability {r['mean_largest_probability']:.3f}"
     tiny = f"{r['below_epsilon']['all']:,} of {r['positive']['all']:,} positive entries below the 1e-12 of RelMAE"
-    cost = f"plain pass {1000 * r['plain_seconds']:.0f} ms a batch, exact {r['exact_time']:.1f} times that "
+    cost = f"forward + backward {1000 * r['baseline_seconds']:.0f} ms a batch, exact {r['exact_time']:.1f} times that "
     cost += f"(times are those of calls with {r['timed_batches']} batches)"
     check = f"exact against Σ_y p(y) (∂ log p(y))² on the first batch: RelMAE {r['reference_check']:.2g}"
     coarse = sorted({name for row in r["rows"] for name in row["by_batches"]})
-    left = f"no rule, so squared by batches: {', '.join(coarse)}" if coarse else "every parameter has a rule"
+    left = f"no rule, so squared per batch: {', '.join(coarse)}" if coarse else "every parameter has a rule"
     return f"{shape}; {mean}; {cost}; {check}; {tiny}; {left}; {r['seeds']} seeds; {r['dtype']}, TF32 off."
 
 
@@ -318,7 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timed-batches", default=8, type=int, help="batches that are timed, at most")
     parser.add_argument("--pixels", default=0, type=int, help="width of images, instead of the task's")
     parser.add_argument("--export", metavar="DIR", help="write a smaller task instead")
-    parser.add_argument("--print-only", action="store_true", help="keep nothing: a trial")
+    parser.add_argument("--print-only", action="store_true", help="print, and keep nothing")
     options = parser.parse_args(arguments)
     if options.export:
         return tasks.export(options.task, options.export, options.samples)
@@ -334,7 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
     parts = {key: part(exact, own) for key, own in groups(task.model).items()}
     result = {
         "task": task.name,
-        "setting": common.setting(_command(options, parser), options.device) + _transformers(),
+        "setting": common.setting(_command(options, parser), options.device),
         "about": task.about,
         "provenance": tasks.provenance_line(task.provenance),
         "classes": task.classes,
@@ -368,12 +356,6 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> st
     flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}") for key, value in given.items()]
     name = options.task.rstrip("/").split("/")[-1]
     return " ".join(["python benchmarks/accuracy.py", name, *flags])
-
-
-def _transformers() -> str:
-    import sys
-
-    return f" · transformers {sys.modules['transformers'].__version__}" if "transformers" in sys.modules else ""
 
 
 if __name__ == "__main__":

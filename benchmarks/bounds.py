@@ -1,10 +1,10 @@
-"""What the bounds of section 3 cost: `nm.fisher_bounds` over a plain forward and backward pass.
+"""What the bounds of section 3 cost: `nm.fisher_bounds` over forward + backward.
 
     python benchmarks/bounds.py [--only DistilBERT] [--repeats 3] [--quick]
 
-"Plain" is forward and backward of the summed cross-entropy into .grad.  Everything takes turns in one run; ratios of
-medians, for one batch, by the clock and in processor time.  Memory is the peak of one call over what the process held
-before (model and data), each in a process of its own; the goal for the bounds themselves is twice that of plain.
+Everything takes turns in one run; ratios of medians, for one batch, of wall-clock and of processor time.  Memory is the
+peak of one call over what the process held before (model and data), each in a process of its own; the goal for the
+bounds themselves is twice that of forward + backward.
 "Bounds" are all statements that follow from single samples; "and diagonals" adds those of F^LR(1), F and F^DG, of which
 the result holds three float32 for each parameter; "and norms" the actual norms of sums, exact or estimated.
 """
@@ -17,9 +17,8 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from common import interleaved, keep, peak_memory, setting, table
+from common import BASELINE, forward_backward, interleaved, keep, peak_memory, setting, table
 from models import Task, task
-from samplewise import _plain
 from torch import nn
 
 import neuromanifold as nm
@@ -53,7 +52,7 @@ def entries(case: Task) -> dict[str, Callable[[], object]]:
     """What is measured, on one batch."""
     data = [case.batch]
     found = {
-        "plain": _plain(case, 1),
+        BASELINE: lambda: forward_backward(case.model, data),
         "bounds": lambda: nm.fisher_bounds(case.model, data, diagonals=False, actual="none"),
         "bounds and diagonals": lambda: nm.fisher_bounds(case.model, data, actual="none"),
         "bounds and norms": lambda: nm.fisher_bounds(case.model, data, diagonals=False),
@@ -79,12 +78,12 @@ def measure(network: str, options: argparse.Namespace) -> str:
         memory[name] = peak_memory("bounds:one_call", network, size, name)
         gc.collect()
         print(f"{network} · {name} · {memory[name]:.0f} MiB", flush=True)
-    slow = {} if options.quick else {name: options.repeats for name in functions if name != "plain"}
+    slow = {} if options.quick else {name: options.repeats for name in functions if name != BASELINE}
     times = interleaved(functions, options.repeats, torch.device("cpu"), slow)
     rows = []
     for name in functions:
-        wall, cpu = (own / plain for own, plain in zip(times[name], times["plain"], strict=True))
-        over = memory[name] / max(memory["plain"], 1.0)
+        wall, cpu = (own / base for own, base in zip(times[name], times[BASELINE], strict=True))
+        over = memory[name] / max(memory[BASELINE], 1.0)
         met = ("yes" if over < GOAL else "no") if name == "bounds" else ""
         rows.append([name, f"{cpu:.2f}", f"{wall:.2f}", f"{memory[name]:.0f}", f"{over:.2f}", met])
     result = nm.fisher_bounds(case.model, [case.batch], diagonals=False, actual="none")
@@ -93,7 +92,7 @@ def measure(network: str, options: argparse.Namespace) -> str:
     head = f"## {network}: {parameters:.1f} M parameters, B={len(case.labels)}, C={case.classes}"
     parts = passes // case.classes
     note = f"The Gram matrices took {passes} passes: {parts} for each class, each over a part of the batch."
-    header = ["", "processor time", "time", "memory, MiB", "memory over plain", f"below {GOAL:.0f}"]
+    header = ["", "processor time", "time", "memory, MiB", "memory over baseline", f"below {GOAL:.0f}"]
     return "\n\n".join([head, note, table(header, rows)])
 
 
@@ -109,7 +108,7 @@ def main() -> None:
     flags += [f"--repeats {options.repeats}"] + (["--quick"] if options.quick else [])
     head = setting(f"python benchmarks/bounds.py {' '.join(flags)}", torch.device("cpu"))
     sections = [measure(network, options) for network in ([options.only] if options.only else NETWORKS)]
-    title = "# Bounds of section 3: cost over plain forward + backward"
+    title = "# Bounds of section 3: cost over forward + backward"
     text = "\n\n".join([title, head, __doc__.split("\n\n")[2].strip(), *sections])
     if options.quick or options.only:
         print(text)  # a part of the result does not replace it

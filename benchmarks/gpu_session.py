@@ -1,130 +1,116 @@
-"""A run of the GPU benchmark: its options, device and clock, what may fail, and what has been found so far."""
+"""Everything that needs a GPU, in one session of at most eight minutes: checks, tests, timings, ablations.
+
+    PYTHONPATH=src python benchmarks/gpu_session.py --out DIR [--budget 450] [--sections checks times]
+                                                    [--only ResNet-50 GPT-2] [--precision fp32 bf16] [--quick]
+    PYTHONPATH=src python benchmarks/gpu_session.py --profile DistilBERT-2 bf16
+
+    checks      kernels against float64; whole networks against a float64 loop, in fp32, tf32, bf16 and fp16; CUDA
+                graphs against eager runs; verification in every precision; unbiasedness
+    tests       the tests that need a GPU, by pytest where it is installed
+    times       for each model and precision: time and memory over forward + backward
+    ablation    each Triton kernel against torch
+    device      the sum of all kernels of a batch
+    exact       the exact diagonal over a loop over samples and classes
+
+Nothing ends the session early: what fails costs its row, is printed with its traceback, and makes the exit status 1.
+Each section gets its share of the time that is left; rows that no time is left for are listed as not run.  Results are
+DIR/gpu.json and DIR/gpu.md, written after each section.  --quick has small networks and runs on a CPU, too (with
+NEUROMANIFOLD_KERNELS=interpret TRITON_INTERPRET=1 by the interpreted kernels).
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import io
+import faulthandler
 import sys
-import time
-import traceback
+import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
-from common import keep, setting
-from gpu_models import PRECISIONS, TASKS, full_task, small_task
-from models import Task
+from gpu.ablation import run_ablation
+from gpu.behaviour import run_behaviour
+from gpu.device import print_profile, run_device
+from gpu.exact import run_exact
+from gpu.kernels import run_kernels
+from gpu.models import ARCHITECTURES, PRECISIONS, TASKS
+from gpu.networks import run_networks
+from gpu.session import Session
+from gpu.suite import run_tests
+from gpu.times import run_times
 
-SECTIONS = ("checks", "exact", "times", "kernels", "larger", "device")
-MESSAGE = 200  # characters of an error in a table
-_ORDER = [*TASKS, "Larger batches", "Memory", "Exact diagonal", "Checks", "Fused kernels"]
+from neuromanifold.kernels.dispatch import wanted_kernels
 
-
-class Clocked(NamedTuple):
-    """What has been timed by the clock, for those who know more about it to fill in."""
-
-    task: str
-    times: int  # the samples
-    which: str  # precision
-    row: str
-    heading: str  # of the section
-    line: list[str]  # of its table
-    seconds: float  # of a batch
+GRACE = 30.0  # seconds after the budget, after which a session that hangs is killed
 
 
-class Session:
-    """The options, the device and the clock of this run, and what it has found so far."""
+def run_checks(session: Session) -> None:
+    """Check kernels, networks and behaviour."""
+    chosen = session.options.only or list(TASKS)
+    architectures = [name for name in ARCHITECTURES if name in {TASKS[task][0] for task in chosen}]
+    if session.device.type == "cuda" or wanted_kernels() == "interpret":
+        run_kernels(session)
+    with session.share(0.6):
+        run_networks(session, architectures)
+    run_behaviour(session, architectures)
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.start = options, time.perf_counter()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.texts: dict[str, str] = {}  # by heading
-        self.tables: dict[str, tuple[list[str], list[list[str]]]] = {}  # header and lines, of those that are not done
-        self.clocked: list[Clocked] = []
 
-    def tell(self, text: str) -> None:
-        """Progress, with the seconds since the start."""
-        print(f"[{time.perf_counter() - self.start:6.1f} s] {text}", flush=True)
+SECTIONS: dict[str, tuple[Callable[[Session], None], float]] = {  # with their shares of the time
+    "checks": (run_checks, 120.0),
+    "tests": (run_tests, 50.0),
+    "times": (run_times, 170.0),
+    "ablation": (run_ablation, 60.0),
+    "device": (run_device, 30.0),
+    "exact": (run_exact, 20.0),
+}
 
-    @property
-    def over(self) -> bool:
-        """Whether no new row may begin."""
-        return time.perf_counter() - self.start > self.options.budget
 
-    def guarded(self, name: str, function: Callable[[], object]) -> object:
-        """The function's value, or in one line why there is none; the whole story goes to stderr."""
-        if self.over:
-            return "not run: out of time"
-        try:
-            return function()
-        except Exception as error:
-            text = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:MESSAGE]}".replace("|", "/")
-            print(f"{name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        self.tell(f"{name} · {text}")
-        self.free()
-        return text
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", metavar="DIR", help="folder for gpu.json and gpu.md")
+    parser.add_argument("--budget", default=450.0, type=float, help="seconds after which no new row begins")
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), metavar="NAME", help=", ".join(TASKS))
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--repeats", default=2, type=int, help="turns of everything that is timed")
+    parser.add_argument("--all-rows", action="store_true", help="more estimators, in fp32")
+    parser.add_argument("--quick", action="store_true", help="small networks, also on a CPU: does everything run?")
+    parser.add_argument("--profile", nargs=2, metavar=("NAME", "PRECISION"), help="print kernels of a batch instead")
+    options = parser.parse_args()
+    options.repeats = 1 if options.quick else options.repeats
+    if options.profile and not (options.profile[0] in TASKS and options.profile[1] in PRECISIONS):
+        parser.error(f"--profile takes one of {', '.join(TASKS)} and one of {', '.join(PRECISIONS)}")
+    if not options.profile and not options.out:
+        parser.error("--out is missing: the folder that results are written to")
+    if not torch.cuda.is_available() and not options.quick:
+        parser.error("there is no GPU here; --quick runs on a CPU")
+    return options
 
-    def free(self) -> None:
-        """Give back what is not used any more; also after an error that the device does not recover from."""
-        gc.collect()
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Of one call, with nothing under way before and after."""
-        self.wait()
-        begin = time.perf_counter()
-        work()
-        self.wait()
-        return time.perf_counter() - begin
+def main() -> int:
+    """Run all sections, one after the other, and return the exit status."""
+    options = arguments()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    session = Session(options)
+    if options.profile:
+        print_profile(session, *options.profile)
+        return 0
+    faulthandler.dump_traceback_later(options.budget + GRACE, exit=True)
+    left = {name: share for name, (_, share) in SECTIONS.items() if name in options.sections}
+    for name in list(left):
+        with session.share(left[name] / sum(left.values())):
+            session.tell(f"== {name}, {session.left:.0f} s")
+            session.guarded(name, lambda name=name: SECTIONS[name][0](session))
+        del left[name]
+        session.free()
+        session.write()
+    faulthandler.cancel_dump_traceback_later()
+    print("\n" + session.text)
+    session.tell(f"done: {len(session.failures)} failures, {len(session.not_run)} rows not run")
+    return int(bool(session.failures))
 
-    def wait(self) -> None:
-        """For the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
-    def task(self, name: str, times: int = 1) -> Task:
-        """Full size, or small for --quick; perhaps with so many times the samples."""
-        if self.options.quick:
-            return small_task(TASKS[name][0], self.device, times)
-        return full_task(name, self.device, times)
-
-    def keep(self, heading: str, text: str) -> None:
-        """Add a section and write everything down."""
-        self.texts[heading] = text
-        if self.options.copy:
-            Path(self.options.copy).write_text(self.text + "\n")
-        if self.whole:
-            with contextlib.redirect_stdout(io.StringIO()):  # all of it is printed once, at the end
-                keep("gpu-h200", self.text)
-
-    @property
-    def whole(self) -> bool:
-        """Whether this run is the whole result; a part does not replace it."""
-        o = self.options
-        return not (
-            o.quick
-            or o.main
-            or o.only
-            or o.skip_checks
-            or set(o.precision) != set(PRECISIONS)
-            or o.sections != SECTIONS
-        )
-
-    @property
-    def text(self) -> str:
-        """All sections so far, in the order of reading."""
-        command = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
-        head = f"{setting(command, self.device)} · transformers {transformers.__version__}"
-        head += f" · {time.perf_counter() - self.start:.0f} s"
-        order = sorted(self.texts, key=lambda heading: _ORDER.index(heading.split(":")[0]))
-        title = "# On a GPU: time and memory over plain forward + backward"
-        note = "Times are per batch, without what happens once a call (“fixed”); ± is half the range over the turns. "
-        note += "“Device” is the sum of all kernels of a batch, “busy” its share of the time by the clock: well below "
-        note += "100 %, the clock has timed the host, not the device.  Goals are for times by the clock."
-        return "\n\n".join([title, head, note, *(f"## {heading}\n\n{self.texts[heading]}" for heading in order)])
+if __name__ == "__main__":
+    sys.exit(main())

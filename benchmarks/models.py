@@ -121,6 +121,21 @@ class Task(NamedTuple):
         return {**self.inputs, "labels": self.labels} if isinstance(self.inputs, dict) else (self.inputs, self.labels)
 
 
+def small_networks() -> dict[str, tuple[nn.Module, tuple[Tensor, Tensor]]]:
+    """Networks whose batches take a millisecond or a few, each with a batch: what Python takes shows there."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    convolutions = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1)]
+    cnn = nn.Sequential(*convolutions, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10))
+    transformer = Transformer(vocabulary=1000, tokens=32, width=64, layers=2, heads=4, classes=4)
+    return {
+        "two-layer MLP, B=64": (mlp, (torch.randn(64, 784), torch.randint(0, 10, (64,)))),
+        "two-layer MLP, B=1": (mlp, (torch.randn(1, 784), torch.randint(0, 10, (1,)))),
+        "small CNN, B=32": (cnn, (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,)))),
+        "small transformer, B=16": (transformer, (torch.randint(0, 1000, (16, 32)), torch.randint(0, 4, (16,)))),
+    }
+
+
 NETWORKS = ("MLP", "transformer", "ResNet-18-like", "DistilBERT")
 
 

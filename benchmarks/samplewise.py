@@ -1,14 +1,19 @@
-"""What a Fisher diagonal costs, sample by sample: this library and others, over a plain forward and backward pass.
+"""What a per-sample Fisher diagonal costs over forward + backward: this library, others, and its verification.
 
     python benchmarks/samplewise.py [--only MLP] [--repeats 7] [--batches 4] [--skip-others] [--quick]
+    python benchmarks/samplewise.py --only verification
 
-"Plain" is forward and backward of the summed cross-entropy into .grad.  Everything takes turns in one run; ratios of
-medians, per batch: processor time (all threads together, which says how much work there is) and time by the clock.
-Memory is the peak of one call over what the process held before (model and data), each in a process of its own.
-"Without result" is less the float32 that a result itself holds: one for each parameter, two where it has error bars.
-Tools that are not installed are left out; those that fail or are wrong (benchmarks/others.py) stay, and are named so.
-Loops are timed on a few samples and torch.func on a few classes where there are many, and multiplied: marked by ×.
-This library runs over several batches, of which the first has the passes of the trial; other tools over one.
+Networks: everything takes turns in one run; ratios of medians, per batch: processor time (all threads together, which
+says how much work there is) and wall-clock.  Memory is the peak of one call over what the process held before (model
+and data), each in a process of its own.  "Without result" is less the float32 that a result itself holds: one for each
+parameter, two where it has error bars.  Tools that are not installed are left out; those that fail or are wrong
+(benchmarks/others.py) stay, and are named so.  Loops are timed on a few samples and torch.func on a few classes where
+there are many, and multiplied: marked by ×.  This library runs over several batches, of which the first two are
+verified; other tools over one.
+
+Verification: a run of 128 batches as it is (0, 1 and 16 are verified) against the same run in which only batch 0 is,
+which a plan cannot be made without; the fixed cost of a call, which is that of one batch less a later batch; and what a
+later batch takes over forward + backward.
 """
 
 from __future__ import annotations
@@ -17,16 +22,18 @@ import argparse
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import others
 import torch
-from common import Times, interleaved, keep, peak_memory, setting, table
-from models import NETWORKS, Task, task
+from common import BASELINE, Times, forward_backward, interleaved, interleaved_runs, keep, peak_memory, setting, table
+from models import NETWORKS, Task, small_networks, task
 from others_torch import Work
-from torch.nn.functional import cross_entropy
 
 import neuromanifold as nm
+from neuromanifold.persample import engine
 
 OURS = {
     "Hutchinson()": (nm.Hutchinson(), "estimate", "auto"),
@@ -38,6 +45,12 @@ OURS = {
 }
 BATCHES = {"MLP": 32, "transformer": 12, "ResNet-18-like": 6, "DistilBERT": 6}  # of one run
 SAMPLES, CLASSES, MANY = 4, 4, 20  # of a loop; of torch.func where there are many
+
+RUN = 128  # batches of a run in which the cost of verification is measured
+VERIFICATION_NOTE = (
+    "Processor time, all in turn, medians.  Verification: a run as it is over the same run with only its first batch "
+    "verified.  Fixed: a call with one batch, less a later batch."
+)
 
 
 class Entry(NamedTuple):
@@ -51,7 +64,7 @@ class Entry(NamedTuple):
 
 def entries(case: Task) -> dict[str, Entry]:
     many = case.classes > MANY
-    found = {"plain": Entry("gradient", lambda batches: _plain(case, batches))}
+    found = {BASELINE: Entry("gradient", lambda batches: partial(forward_backward, case.model, [case.batch] * batches))}
     for name, (estimator, quantity, granularity) in OURS.items():
         found[f"nm.{name}"] = Entry(quantity, _ours(case, estimator, granularity), 1.0, many and quantity == "exact")
     for tool in others.TOOLS:
@@ -64,17 +77,6 @@ def entries(case: Task) -> dict[str, Entry]:
             if adapter is not None and others.version(tool) is not None:
                 found[f"{tool}, {quantity}"] = Entry(quantity, _theirs(case, adapter, part), min(share, 1.0), slow=True)
     return found
-
-
-def _plain(case: Task, batches: int) -> Callable[[], None]:
-    def work() -> None:
-        for _ in range(batches):
-            case.model.zero_grad(set_to_none=True)
-            output = case.model(**case.inputs) if isinstance(case.inputs, dict) else case.model(case.inputs)
-            logits = output.logits if hasattr(output, "logits") else output
-            cross_entropy(logits, case.labels, reduction="sum").backward()
-
-    return work
 
 
 def _ours(case: Task, estimator: nm.Estimator, granularity: str) -> Callable[[int], Callable[[], object]]:
@@ -123,7 +125,7 @@ def measure(network: str, options: argparse.Namespace) -> str:
     batches = options.batches or (1 if options.quick else BATCHES[network])
     rows, memory, functions, verdicts = entries(case), {}, {}, {}
     if options.skip_others:
-        rows = {name: entry for name, entry in rows.items() if name == "plain" or name.startswith("nm.")}
+        rows = {name: entry for name, entry in rows.items() if name == BASELINE or name.startswith("nm.")}
     for name, entry in rows.items():
         verdicts[name] = verdict(network, name, entry)
         try:  # memory first, under a limit: what does not fit is never run in this process
@@ -142,10 +144,10 @@ def measure(network: str, options: argparse.Namespace) -> str:
     held = {name: held_numbers(network, name, rows[name]) * 4 * parameters / 2**20 for name in times}
     lines = [_line(name, rows[name], times, memory, verdicts[name], batches, held) for name in rows]
     head = f"## {network}: {parameters / 1e6:.1f} M parameters, B={len(case.labels)}, C={case.classes}"
-    plain = f"Plain: {1000 * times['plain'].wall / batches:.1f} ms a batch, {memory['plain']:.0f} MiB."
-    header = ["", "quantity", "processor time", "time", "memory, MiB", "memory over plain"]
-    header += ["memory without result, over plain", "small version, float64"]
-    return "\n\n".join([head, plain, table(header, lines)])
+    base = f"Forward + backward: {1000 * times[BASELINE].wall / batches:.1f} ms a batch, {memory[BASELINE]:.0f} MiB."
+    header = ["", "quantity", "processor time", "wall-clock", "memory, MiB", "memory over baseline"]
+    header += ["memory without result, over baseline", "small version, float64"]
+    return "\n\n".join([head, base, table(header, lines)])
 
 
 def held_numbers(network: str, name: str, entry: Entry) -> int:
@@ -169,19 +171,38 @@ def _line(
         return [name, entry.quantity, "", "", "", "", "", said]
     done = entry.share * (1 if entry.slow else batches)
     ratios = [
-        own / done / (plain / batches) for own, plain in zip(times[name], times["plain"], strict=True)
+        own / done / (base / batches) for own, base in zip(times[name], times[BASELINE], strict=True)
     ]  # wall, processor
     mark = f" (×{1 / entry.share:.0f})" if entry.share < 1 else ""
-    base = max(memory["plain"], 1.0)  # below 1 MiB on the small networks of --quick
+    base = max(memory[BASELINE], 1.0)  # below 1 MiB on the small networks of --quick
     net = f"{max(0.0, memory[name] - held[name]) / base:.2f}" if held[name] else ""
     over = f"{memory[name] / base:.2f}", net
     figures = [f"{ratios[1]:.2f}{mark}", f"{ratios[0]:.2f}{mark}", f"{memory[name]:.0f}", *over]
     return [name, entry.quantity, *figures, said]
 
 
+def verification(options: argparse.Namespace) -> str:
+    """Measure what verification adds to a run, what a call costs once, and what a later batch costs."""
+    device, rows, batches = torch.device("cpu"), [], 16 if options.quick else RUN
+    only_first = mock.patch.object(engine, "_is_due", lambda batch: batch == 0)
+    for name, (model, batch) in small_networks().items():
+        estimate = partial(nm.fisher_diagonal, model)
+        kinds = {BASELINE: partial(forward_backward, model), "verified": estimate, "first": only_first(estimate)}
+        times = interleaved_runs(kinds, batch, (1, batches), options.repeats, device)
+        ms = {kind: {k: 1000 * one.cpu for k, one in times[kind].items()} for kind in kinds}
+        base, later = ((ms[kind][batches] - ms[kind][1]) / (batches - 1) for kind in (BASELINE, "first"))
+        once, added = ms["verified"][1] - later, ms["verified"][batches] / ms["first"][batches] - 1
+        figures = f"{base:.2f}", f"{later:.2f}", f"{later - base:.2f}", f"{later / base:.2f}"
+        rows.append([name, *figures, f"{once:.1f}", f"{once / base:.1f}", f"{100 * added:.1f} %"])
+        print(" · ".join(rows[-1]), flush=True)
+    header = ["network", "forward + backward, ms", "later batch, ms", "overhead, ms", "ratio", "fixed, ms"]
+    header += ["fixed, in forward + backward", f"verification adds, {batches} batches"]
+    return "\n\n".join(["## Verification and fixed cost: nm.Hutchinson()", VERIFICATION_NOTE, table(header, rows)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=NETWORKS, help="one network instead of all")
+    parser.add_argument("--only", choices=[*NETWORKS, "verification"], help="one section instead of all")
     parser.add_argument("--repeats", default=7, type=int)
     parser.add_argument("--batches", type=int, help="batches of one run (default: 6 to 32, by network)")
     parser.add_argument("--skip-others", action="store_true", help="this library only")
@@ -197,9 +218,11 @@ def main() -> None:
     installed = [f"{tool} {others.version(tool)}" for tool in others.TOOLS if others.version(tool) is not None]
     if not options.skip_others:
         head += " · " + ", ".join(name for name in installed if not name.startswith(("loop", "torch.func")))
-    sections = [measure(network, options) for network in ([options.only] if options.only else NETWORKS)]
-    title = "# Sample by sample: cost over plain forward + backward"
-    note = "Processor time and time are ratios to plain, per batch; ×n: measured on a part of the batch and multiplied."
+    chosen = [options.only] if options.only else [*NETWORKS, "verification"]
+    sections = [verification(options) if name == "verification" else measure(name, options) for name in chosen]
+    title = "# Per-sample Fisher diagonals: cost over forward + backward"
+    note = "Processor time and wall-clock are ratios to forward + backward, per batch; "
+    note += "×n: measured on a part of the batch and multiplied."
     text = "\n\n".join([title, head, note, *sections])
     if options.quick or options.only:
         print(text)  # a part of the result does not replace it

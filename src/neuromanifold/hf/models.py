@@ -93,8 +93,8 @@ def load_model(
     """Load a model in eval mode, together with its likelihood and what `load_data` needs to collate its inputs.
 
     Args:
-        source: a folder with config.json and *.safetensors, a name on the hub, or `package.module:function`, where the
-            function takes no arguments and returns a module.
+        source: a folder with `config.json` and `*.safetensors`, a name on the hub, or `package.module:function`, where
+            the function takes no arguments and returns a module.
         task: text, tokens, image, audio, causal, seq2seq or masked; by default what the config's architecture does.
         adapter: a PEFT adapter, a folder or a name on the hub; only its parameters are then trainable.
         classes: initialize a classifier of so many classes, with `seed`, where the checkpoint has none.

@@ -60,7 +60,7 @@ def fisher_diagonal(
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
     Args:
-        model: any module whose output is, holds or begins with logits; or a function of (parameters, *inputs), given
+        model: any module whose output is, holds or begins with logits; or a `function(parameters, *inputs)`, given
             its `parameters` as a dict of tensors.  Nothing of it is changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.  A label
             belongs to the logits at its own position: labels of causal language models have to be shifted first.

@@ -1,4 +1,4 @@
-"""The tasks of the GPU benchmark: architectures of `transformers` at full size, the same ones small, and wide ones.
+"""The tasks of the session on a GPU: architectures of `transformers` at full size, the same ones small, and wide ones.
 
 Weights and inputs are random and made on the device: nothing is downloaded.  All models are in eval mode.  The small
 ones have every kind of layer of the full ones, norms with random statistics, and tokens that repeat: a float64 loop
@@ -18,10 +18,11 @@ from models import Task
 from torch import Tensor, nn
 
 PRECISIONS = ("fp32", "tf32", "bf16")  # in this order: the last one changes the model
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Size(NamedTuple):
-    """Of a batch: samples, classes, and the length of a sequence, the side of an image, or the samples of a sound."""
+    """Samples, classes, and the tokens of a sequence, the side of an image, or the samples of audio."""
 
     samples: int
     classes: int
@@ -31,11 +32,11 @@ class Size(NamedTuple):
 class Architecture(NamedTuple):
     """How to build a model and its inputs, small or not, from a size."""
 
-    kind: str  # "transformer" or "convolutional": which goals hold
+    kind: str  # "transformer" or "convolutional"
     model: Callable[[Size, bool], nn.Module]
     inputs: Callable[[Size, nn.Module], dict[str, Tensor]]
     small: Size
-    words: bool = False  # a language model: a label for each position
+    language: bool = False  # a label for each position
 
 
 # ----------------------------------------------------------------------------------------------------- architectures
@@ -102,7 +103,7 @@ def _image(size: Size, model: nn.Module) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(size.samples, model.config.num_channels, size.length, size.length)}
 
 
-def _sound(size: Size, model: nn.Module) -> dict[str, Tensor]:
+def _audio(size: Size, model: nn.Module) -> dict[str, Tensor]:
     del model
     return {"input_values": torch.randn(size.samples, size.length)}
 
@@ -112,8 +113,8 @@ ARCHITECTURES = {
     "RoBERTa": Architecture("transformer", _roberta, _ids, Size(3, 3, 12)),
     "ResNet-50": Architecture("convolutional", _resnet, _image, Size(3, 5, 64)),
     "EfficientNet-B0": Architecture("convolutional", _efficientnet, _image, Size(3, 5, 64)),
-    "Wav2Vec2": Architecture("transformer", _wav2vec2, _sound, Size(3, 4, 3200)),
-    "GPT-2": Architecture("transformer", _gpt2, _ids, Size(3, 16, 5), words=True),
+    "Wav2Vec2": Architecture("transformer", _wav2vec2, _audio, Size(3, 4, 3200)),
+    "GPT-2": Architecture("transformer", _gpt2, _ids, Size(3, 16, 5), language=True),
 }
 WIDE = {
     "DistilBERT": Architecture("transformer", _wide_distilbert, _ids, Size(4, 3, 40)),
@@ -133,24 +134,23 @@ TASKS = {
 # -------------------------------------------------------------------------------------------------------------- tasks
 
 
-def full_task(name: str, device: torch.device, times: int = 1) -> Task:
-    """A task at full size, perhaps with so many times the samples."""
+def full_task(name: str, device: torch.device) -> Task:
+    """Return a task at full size."""
     architecture, size = TASKS[name]
-    return _task(ARCHITECTURES[architecture], size, times, device, small=False)
+    return _task(ARCHITECTURES[architecture], size, device, small=False)
 
 
-def small_task(architecture: str, device: torch.device, times: int = 1) -> Task:
-    """A few samples for a small version of an architecture."""
-    return _task(ARCHITECTURES[architecture], ARCHITECTURES[architecture].small, times, device, small=True)
+def small_task(architecture: str, device: torch.device) -> Task:
+    """Return a few samples for a small version of an architecture."""
+    return _task(ARCHITECTURES[architecture], ARCHITECTURES[architecture].small, device, small=True)
 
 
 def wide_task(architecture: str, device: torch.device) -> Task:
-    """A few samples for layers as wide as those of an architecture."""
-    return _task(WIDE[architecture], WIDE[architecture].small, 1, device, small=True)
+    """Return a few samples for layers as wide as those of an architecture."""
+    return _task(WIDE[architecture], WIDE[architecture].small, device, small=True)
 
 
-def _task(architecture: Architecture, size: Size, times: int, device: torch.device, small: bool) -> Task:
-    size = size._replace(samples=times * size.samples)
+def _task(architecture: Architecture, size: Size, device: torch.device, small: bool) -> Task:
     torch.manual_seed(0)
     with torch.device(device):
         model = (
@@ -161,9 +161,9 @@ def _task(architecture: Architecture, size: Size, times: int, device: torch.devi
         inputs = architecture.inputs(size, model)
         if not small:
             _calibrate(model, inputs)
-        if small and not architecture.words:
+        if small and not architecture.language:
             _temper(model, inputs, size.classes)
-        shape = (size.samples, size.length) if architecture.words else (size.samples,)
+        shape = (size.samples, size.length) if architecture.language else (size.samples,)
         return Task(model, inputs, torch.randint(0, size.classes, shape), size.classes)
 
 
@@ -202,7 +202,7 @@ def _randomise(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _temper(model: nn.Module, inputs: dict[str, Tensor], classes: int) -> None:
-    """Logits of size one: a network that is sure of everything has a Fisher information of rounding errors."""
+    """Logits of size one: a network with confident predictions has a Fisher information of rounding errors."""
     head = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == classes]
     scale = logits(model, inputs).std()
     for parameter in head[-1].parameters():
@@ -215,7 +215,7 @@ def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def parameters(model: nn.Module) -> int:
-    """How many numbers."""
+    """Return how many numbers the parameters are."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -235,12 +235,10 @@ def precision(name: str) -> Iterator[None]:
 
 
 def in_precision(task: Task, name: str) -> Task:
-    """The same task; for bf16 its model is changed in place, and inputs that are no ids are rounded."""
-    return _cast(task, torch.bfloat16) if name == "bf16" else task
-
-
-def _cast(task: Task, dtype: torch.dtype) -> Task:
-    return task._replace(model=task.model.to(dtype), inputs=cast_inputs(task.inputs, dtype))
+    """Return the same task; in half precision its model is changed in place, and inputs that are no ids are rounded."""
+    if name not in HALF:
+        return task
+    return task._replace(model=task.model.to(HALF[name]), inputs=cast_inputs(task.inputs, HALF[name]))
 
 
 def cast_inputs(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,10 +1,11 @@
 """The fused kernels against the ordinary weight gradient, by layer shape and precision; and choosing their tiles.
 
-    python benchmarks/gpu_kernels.py            the table that benchmarks/gpu.py shows, too
-    python benchmarks/gpu_kernels.py --tune     time of every candidate, best first
+    PYTHONPATH=src:benchmarks python -m gpu.shapes            the table
+    PYTHONPATH=src:benchmarks python -m gpu.shapes --tune     time of every candidate, best first
 
-Times are medians, with a cold cache.  The floor is counted: multiplications at the rate of a large product in the same
-precision, squares at one fused multiply-add each, or reading both operands once at the copy bandwidth, if that is more.
+"Weight gradient" is torch's.  Times are medians, with a cold cache.  The floor is counted: multiplications at the rate
+of a large product in the same precision, squares at one fused multiply-add each, or reading both operands once at the
+copy bandwidth, if that is more.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ CONVS = [
 
 
 def microseconds(function: Callable[[], object], repeats: int = 15) -> float:
-    """Median time on the device, replayed so that launching does not count, with a cache full of other things."""
+    """Return the median time on the device, of a CUDA graph, so that launching does not count, with a cold cache."""
     flush = torch.empty(2**25, device="cuda")
     for _ in range(2):
         function()
@@ -98,7 +99,7 @@ class Device(NamedTuple):
 
     @classmethod
     def measured(cls) -> Device:
-        """By a few large operations."""
+        """Measure the rates of a few large operations."""
         flops = {}
         for precision, dtype in PRECISIONS.items():
             _allow_tf32(precision)
@@ -111,20 +112,20 @@ class Device(NamedTuple):
         return cls(flops, properties.multi_processor_count * 128 * clock, copied)
 
     def floor(self, precision: str, multiplications: float, squares: float, numbers: float) -> float:
-        """Microseconds."""
+        """Return the microseconds that the hardware needs at least."""
         size = 2 if precision == "bf16" else 4
         return max(2 * multiplications / self.flops[precision] + squares / self.squares, size * numbers / self.bytes)
 
 
 def linear_row(case: Linear, precision: str, device: Device) -> list[str]:
     left, right, squares = _operands(case, precision)
-    plain = microseconds(lambda: left.flatten(0, 1).T @ right.flatten(0, 1))
+    torch_time = microseconds(lambda: left.flatten(0, 1).T @ right.flatten(0, 1))
     fused = microseconds(lambda: _linear(left, right, squares, None, precision))
     with_fourths = microseconds(lambda: _linear(left, right, squares, torch.zeros_like(squares), precision))
     floor = device.floor(
         precision, case.n * case.t * case.o * case.i, case.n * case.o * case.i, left.numel() + right.numel()
     )
-    return _line(case.name, precision, plain, fused, with_fourths, floor)
+    return _line(case.name, precision, torch_time, fused, with_fourths, floor)
 
 
 def conv_row(case: Conv, precision: str, device: Device) -> list[str]:
@@ -136,19 +137,19 @@ def conv_row(case: Conv, precision: str, device: Device) -> list[str]:
             g, x, shape, None, [case.stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [False, True, False]
         )[1]
 
-    plain = microseconds(weight_gradient)
+    torch_time = microseconds(weight_gradient)
     fused = microseconds(lambda: _conv(case, x, g, squares, None, precision))
     with_fourths = microseconds(lambda: _conv(case, x, g, squares, torch.zeros_like(squares), precision))
     positions = g.shape[2:].numel()
     floor = device.floor(
         precision, case.n * positions * squares.numel(), case.n * squares.numel(), x.numel() + g.numel()
     )
-    return _line(case.name, precision, plain, fused, with_fourths, floor)
+    return _line(case.name, precision, torch_time, fused, with_fourths, floor)
 
 
-def _line(name: str, precision: str, plain: float, fused: float, with_fourths: float, floor: float) -> list[str]:
-    figures = [f"{plain:.0f}", f"{fused:.0f}", f"{fused / plain:.2f}", f"{with_fourths / plain:.2f}"]
-    return [name, precision, *figures, f"{floor:.0f}", f"{floor / plain:.2f}"]
+def _line(name: str, precision: str, torch_time: float, fused: float, with_fourths: float, floor: float) -> list[str]:
+    figures = [f"{torch_time:.0f}", f"{fused:.0f}", f"{fused / torch_time:.2f}", f"{with_fourths / torch_time:.2f}"]
+    return [name, precision, *figures, f"{floor:.0f}", f"{floor / torch_time:.2f}"]
 
 
 def _operands(case: Linear, precision: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,10 +195,10 @@ def _allow_tf32(precision: str) -> None:
 
 
 def kernels(options: argparse.Namespace) -> str:
-    """The table, in Markdown."""
+    """Return the table, in Markdown."""
     device = Device.measured()
     rows = []
-    for precision in getattr(options, "precision", None) or PRECISIONS:
+    for precision in options.precision:
         for make, cases in ((linear_row, LINEAR), (conv_row, CONVS)):
             for case in cases:
                 try:
@@ -233,19 +234,19 @@ def tune(precision: str, case: Linear | Conv, timed: bool = True) -> None:
             config: lambda config=config: _linear(left, right, squares, None, precision, config=config)
             for config in (product.ProductTiles(*size) for size in sizes)
         }
-        plain = microseconds(lambda: left.flatten(0, 1).T @ right.flatten(0, 1)) if timed else 0.0
+        torch_time = microseconds(lambda: left.flatten(0, 1).T @ right.flatten(0, 1)) if timed else 0.0
     else:
         x, g, squares, _ = _images(case, precision)
         candidates = {
             config: lambda config=config: _conv(case, x, g, squares, None, precision, config=config)
             for config in CONFIGS["ieee" if precision == "fp32" else "half"]
         }
-        plain = float(conv_row(case, precision, Device({precision: 1.0}, 1.0, 1.0))[2]) if timed else 0.0
+        torch_time = float(conv_row(case, precision, Device({precision: 1.0}, 1.0, 1.0))[2]) if timed else 0.0
     found = [(_time(run, 7 if timed else 1), config) for config, run in candidates.items()]
     if timed:
-        print(f"{case} {precision}: weight gradient {plain:.0f} µs")
+        print(f"{case} {precision}: weight gradient {torch_time:.0f} µs")
         for time, config in sorted(found, key=lambda pair: pair[0])[:5]:
-            print(f"    {time:.0f} µs, {time / plain:.2f}  {tuple(config)}", flush=True)
+            print(f"    {time:.0f} µs, {time / torch_time:.2f}  {tuple(config)}", flush=True)
 
 
 def _time(function: Callable[[], object], repeats: int) -> float:
