@@ -197,7 +197,7 @@ def users_first(used_by: dict[Node, list[tuple[Node, int]]]) -> list[Node]:
 
 
 def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
-    """Return a number that is equal for graphs in which rows go the same way.
+    """Return a number that is equal for graphs in which the same rows belong to each sample.
 
     It holds the operations, how they are connected, the arguments that decide where rows go, and all sizes: not as
     numbers, since sequences of other lengths need no other treatment, but by which of them are equal to each other, to

@@ -61,7 +61,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
 
     @property
     def mean(self) -> DiagonalFisher:
-        """The view per sample."""
+        """The view per sample: sums divided by the number of samples."""
         return replace(self, reduction="mean")
 
     @property

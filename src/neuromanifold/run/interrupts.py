@@ -57,7 +57,7 @@ class Interrupts:
 
 
 def check_on_interrupt(value: str) -> OnInterrupt:
-    """'raise' or 'return'."""
+    """Return the value, if it is 'raise' or 'return'."""
     if value not in ("raise", "return"):
         raise ValueError(message("on_interrupt", "'raise' or 'return'", repr(value)))
     return "return" if value == "return" else "raise"
