@@ -68,11 +68,7 @@ def probe_variance(
 
 
 def hutchinson_variance(
-    core: Core,
-    jacobian: Tensor,
-    noise: Noise = "rademacher",
-    granularity: Granularity = "batch",
-    probes: int = 1,
+    core: Core, jacobian: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
 ) -> Tensor:
     """Theorem 11: 2F² - 2 Σ_x Σ_y p_y² (∂ℓ_xy/∂θ)⁴ for Rademacher noise, 2F² for Gaussian noise, [P].
 
@@ -86,11 +82,7 @@ def hutchinson_variance(
 
 
 def upper_variance(
-    core: Core,
-    jacobian: Tensor,
-    noise: Noise = "rademacher",
-    granularity: Granularity = "batch",
-    probes: int = 1,
+    core: Core, jacobian: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
 ) -> Tensor:
     """The proposition on the diagonal core: 2(F^DG)² - 2 Σ_x Σ_y ζ_y² (∂z_y/∂θ)⁴, around F^DG and not F, [P].
 

@@ -24,13 +24,7 @@ from neuromanifold.estimators.envelopes import (
     factor_mixer,
     factor_size,
 )
-from neuromanifold.estimators.orthogonal import (
-    orthonormal_noise,
-    own_columns,
-    own_passes,
-    random_signs,
-    remainder,
-)
+from neuromanifold.estimators.orthogonal import orthonormal_noise, own_columns, own_passes, random_signs, remainder
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Probe
 

@@ -244,10 +244,7 @@ def _multiplied(node: Node, shapes: list[torch.Size | None], out: torch.Size, di
     del node
     *added, left, right = shapes
     last = len(out) - 1
-    sides = [
-        _at(left, dim, major) if dim != last else SHARED,
-        _at(right, dim, major) if dim != last - 1 else SHARED,
-    ]
+    sides = [_at(left, dim, major) if dim != last else SHARED, _at(right, dim, major) if dim != last - 1 else SHARED]
     return [*(_broadcast(shape, out, dim, major) for shape in added), *sides]
 
 

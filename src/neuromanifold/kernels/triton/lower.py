@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.kernels.triton.probing import buffers, row_mask, positive_root, random_words, sign
+from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, row_mask, sign
 from neuromanifold.kernels.values import Probe
 
 MOST_STEPS = tl.constexpr(20)

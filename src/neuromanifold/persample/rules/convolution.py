@@ -163,10 +163,7 @@ class Convolution(Form):
         return ranges(self.samples, tile_size(self.device) // max(1, one))
 
 
-@rule(
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    extra_dims=True,
-)
+@rule(*(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), extra_dims=True)
 def convolution(call: Call) -> dict[str, Form]:
     """Return the weight's gradients as a Convolution, and the bias's as sums over positions."""
     module = call.module
