@@ -30,14 +30,7 @@ from neuromanifold.persample.rules import rule
 from neuromanifold.problem.suspicions import SamplesMixWarning, SuspiciousInputWarning
 from neuromanifold.report import page as _page
 from neuromanifold.report import plots as _plots
-from neuromanifold.results import (
-    Comparison,
-    DiagonalFisher,
-    FileError,
-    Provenance,
-    TraceEstimate,
-    load,
-)
+from neuromanifold.results import Comparison, DiagonalFisher, FileError, Provenance, TraceEstimate, load
 from neuromanifold.results.drawing import draw_with as _draw_with
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal, fisher_trace

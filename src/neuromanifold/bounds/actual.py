@@ -42,8 +42,9 @@ def estimated_norms(problem: Problem, seed: int, rank: int, classes: int, has_la
         return product, torch.Generator(operator.device).manual_seed(seed + number), operator.precision
 
     def below(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
+        """Return M v without its leading eigenpairs: the metric between F^LR and F."""
         del labels
-        return _below(core, rank, v)
+        return core.matvec(v) - core.spectrum(rank).matvec(v)
 
     found = [Norm(0.0), Norm(0.0)]  # of rank C - 1, F^LR is F
     for number, middle in enumerate((_above, below) if rank < classes - 1 else (_above,)):
@@ -64,13 +65,6 @@ def _above(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
     del labels
     assert isinstance(core, Categorical)
     return core.probs * (core.probs * v).sum(-1, keepdim=True)
-
-
-def _below(core: Core, rank: int, v: Tensor) -> Tensor:
-    """Return M v without its leading eigenpairs: the metric between F^LR and F."""
-    values, vectors = core.spectrum(rank)  # [R, k], [R, k, C]
-    along = (vectors @ v[..., None]) * values[..., None]  # [R, k, 1]
-    return core.matvec(v) - (vectors.mT @ along)[..., 0]
 
 
 def _off_label(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:

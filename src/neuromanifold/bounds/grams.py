@@ -20,7 +20,7 @@ from torch import Tensor
 from neuromanifold.persample.accumulate import KeptForms, Pass
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.gradients.stacks import Flat, Stack, stack
-from neuromanifold.persample.plan import Use
+from neuromanifold.persample.plan import Use, connected
 
 _LEAST = 2**24  # bytes that may be held in any case
 
@@ -33,7 +33,8 @@ class ClassGradients:
         self._backward, self._vectorizes, self.passes = backward, vectorizes, 0
         layouts = backward.plan.layouts
         self._sizes = [
-            (set(use.parameters.values()), _bytes(use, layouts[use.key].shared)) for use in backward.uses.found
+            (parameters, sum(_bytes(use, layouts[use.key].shared) for use in uses))
+            for parameters, uses in connected(backward.uses.found)
         ]
 
     @property
@@ -90,7 +91,7 @@ class ClassGradients:
         """Return sets of parameters whose gradients of all classes fit into the budget; uses of one stay together."""
         groups: list[set[int]] = []
         filled = 0
-        for parameters, size in _connected(self._sizes):
+        for parameters, size in self._sizes:
             if not groups or filled + classes * size > budget:
                 groups.append(set())
                 filled = 0
@@ -104,17 +105,3 @@ def _bytes(use: Use, shared: bool) -> int:
     if use.capture is not None and not shared:
         return 4 * use.capture.shape.numel()
     return sum(4 * site.result.numel() for site in use.sites)
-
-
-def _connected(uses: list[tuple[set[int], int]]) -> list[tuple[set[int], int]]:
-    """Return uses merged where they share a parameter."""
-    found: list[tuple[set[int], int]] = []
-    for parameters, size in uses:
-        apart: list[tuple[set[int], int]] = []
-        for others, there in found:
-            if others.isdisjoint(parameters):
-                apart.append((others, there))
-            else:
-                parameters, size = parameters | others, size + there
-        found = [*apart, (parameters, size)]
-    return found

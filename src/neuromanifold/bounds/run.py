@@ -25,7 +25,7 @@ from neuromanifold.bounds.network import Terms, network_terms
 from neuromanifold.bounds.result import Actual, Cost, Diagonals, NetworkBounds
 from neuromanifold.bounds.splitting import split
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, one_of
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
@@ -91,8 +91,7 @@ def fisher_bounds(
     """
     if likelihood in (Bernoulli, Gaussian):
         _refuse(getattr(likelihood, "__name__", ""))
-    if actual not in ("auto", "exact", "estimate", "none"):
-        raise ValueError(message("actual", "'auto', 'exact', 'estimate' or 'none'", repr(actual)))
+    one_of(actual, "actual", "auto", "exact", "estimate", "none")
     if not isinstance(diagonals, bool):
         raise TypeError(message("diagonals", "True or False", repr(diagonals)))
     rank = integer_in_range(rank, "rank", 1, 10**9, "the lower bound has 1 to C - 1 eigenvectors")

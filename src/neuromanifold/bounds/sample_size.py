@@ -31,7 +31,7 @@ from typing import Final, Literal
 
 import torch
 
-from neuromanifold.core.checks import finite_number, integer_in_range, message, number_of_passes
+from neuromanifold.core.checks import finite_number, integer_in_range, message, number_of_passes, one_of
 
 Method = Literal["chi2", "normal", "chebyshev", "cantelli"]
 
@@ -115,9 +115,7 @@ _METHODS: Final[dict[str, Callable[[int, float], float]]] = {
 
 
 def _miss(method: str) -> Callable[[int, float], float]:
-    if method not in _METHODS:
-        raise ValueError(message("method", "one of " + ", ".join(map(repr, _METHODS)), repr(method)))
-    return _METHODS[method]
+    return _METHODS[one_of(method, "method", *_METHODS)]
 
 
 def _number_of_squares(batches: int, probes: int) -> int:

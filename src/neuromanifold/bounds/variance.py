@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes
+from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
 from neuromanifold.estimators.orthogonal import own_columns, remainder
@@ -68,11 +68,7 @@ def probe_variance(
 
 
 def hutchinson_variance(
-    core: Core,
-    jacobian: Tensor,
-    noise: Noise = "rademacher",
-    granularity: Granularity = "batch",
-    probes: int = 1,
+    core: Core, jacobian: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
 ) -> Tensor:
     """Theorem 11: 2F² - 2 Σ_x Σ_y p_y² (∂ℓ_xy/∂θ)⁴ for Rademacher noise, 2F² for Gaussian noise, [P].
 
@@ -86,11 +82,7 @@ def hutchinson_variance(
 
 
 def upper_variance(
-    core: Core,
-    jacobian: Tensor,
-    noise: Noise = "rademacher",
-    granularity: Granularity = "batch",
-    probes: int = 1,
+    core: Core, jacobian: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
 ) -> Tensor:
     """The proposition on the diagonal core: 2(F^DG)² - 2 Σ_x Σ_y ζ_y² (∂z_y/∂θ)⁴, around F^DG and not F, [P].
 
@@ -219,7 +211,7 @@ def monte_carlo_variance(core: Core, jacobian: Tensor, granularity: Granularity 
     the paper, whose section 4.1 draws the data instead: it is the lemma of appendix A, carried to the parameters.
     """
     J = _checked(core, jacobian)
-    _check_choice(granularity, "granularity", ("batch", "sample"))
+    one_of(granularity, "granularity", "batch", "sample")
     number_of_passes(samples, "samples")
     columns = _full_columns(core, J)
     squares = columns.square()
@@ -326,11 +318,6 @@ def _checked_columns(columns: object, noise: object, granularity: object) -> Ten
     if a.ndim != 3:
         expected = "of shape [N, r, P]: sample, column of the factor, parameter"
         raise ValueError(message("columns", expected, f"shape {list(a.shape)}"))
-    _check_choice(noise, "noise", ("rademacher", "gaussian"))
-    _check_choice(granularity, "granularity", ("batch", "sample"))
+    one_of(noise, "noise", "rademacher", "gaussian")
+    one_of(granularity, "granularity", "batch", "sample")
     return a.double()
-
-
-def _check_choice(value: object, argument: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(message(argument, " or ".join(map(repr, choices)), repr(value)))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 import operator
 from numbers import Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def message(argument: str, expected: str, got: str, advice: str = "") -> str:
@@ -80,6 +83,14 @@ def integer_in_range(value: object, argument: str, least: int, most: int, why: s
     value = operator.index(value)  # numpy's integers too
     if not least <= value <= most:
         raise ValueError(message(argument, f"between {least} and {most} ({why})", str(value)))
+    return value
+
+
+def one_of(value: T, argument: str, *choices: object) -> T:
+    """The value, if it is one of the choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(message(argument, f"{', '.join(others)} or {last}", repr(value)))
     return value
 
 

@@ -63,7 +63,7 @@ class DiagonalCore(Core):
         return self.diagonal.sum(-1)
 
     def squared_norm(self) -> Tensor:
-        """Σ ζ_i², [...].  O(C)."""
+        """‖M‖_F² = Σ_i ζ_i², [...].  O(C)."""
         return self.diagonal.square().sum(-1)
 
     def spectrum(self, k: int) -> Spectrum:

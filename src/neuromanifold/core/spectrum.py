@@ -50,6 +50,12 @@ class Spectrum(NamedTuple):
         """√λ_i v_i as rows, [..., k, C]: their outer products add up to `dense()`."""
         return square_root(self.values)[..., None] * self.vectors
 
+    def matvec(self, v: Tensor) -> Tensor:
+        """The product Σ_i λ_i v_i (v_iᵀ v) with a vector v [..., C].  O(kC)."""
+        with torch.autocast(v.device.type, enabled=False):
+            along = (self.vectors @ v[..., None]) * self.values[..., None]  # [..., k, 1]
+            return (self.vectors.mT @ along)[..., 0]
+
     def dense(self) -> Tensor:
         """The matrix Σ_i λ_i v_i v_iᵀ of shape [..., C, C]."""
         with torch.autocast(self.values.device.type, enabled=False):

@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Waiting and working."""
+        """Seconds for one batch: those spent waiting for the data, and those spent computing."""
         return self.seconds_waiting + self.seconds_working
 
     @property

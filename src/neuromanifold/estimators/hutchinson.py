@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import integer_in_range, message, number_of_passes
+from neuromanifold.core.checks import integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.envelopes import (
@@ -24,13 +24,7 @@ from neuromanifold.estimators.envelopes import (
     factor_mixer,
     factor_size,
 )
-from neuromanifold.estimators.orthogonal import (
-    orthonormal_noise,
-    own_columns,
-    own_passes,
-    random_signs,
-    remainder,
-)
+from neuromanifold.estimators.orthogonal import orthonormal_noise, own_columns, own_passes, random_signs, remainder
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Probe
 
@@ -83,8 +77,7 @@ class Hutchinson(Estimator):
             object.__setattr__(self, "deflate", 1 if self.envelope is None else 0)
         number_of_passes(self.probes, "probes")
         integer_in_range(self.deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
-        if self.noise not in ("rademacher", "gaussian"):
-            raise ValueError(message("noise", "'rademacher' or 'gaussian'", repr(self.noise)))
+        one_of(self.noise, "noise", "rademacher", "gaussian")
         if self.deflate and self.envelope is not None:
             advice = "An envelope has no remainder to deflate; leave out one of the two."
             raise ValueError(message("deflate", "0 for an envelope", f"{self.deflate} with {self.envelope}", advice))

@@ -19,12 +19,7 @@ from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
 from neuromanifold.problem.validation import Likelihood
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _PICKLE_ADVICE = "A pickle can run any code, so none is read. Convert it: model.save_pretrained(folder)."
 _ADAPTER = "adapter_model.safetensors"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.core.checks import integer_in_range, message, one_of, promoted
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.operators.factors_result import FisherFactors
 from neuromanifold.operators.layout import ParameterLayout
@@ -70,13 +70,13 @@ def fisher_factors(
 
     """
     estimator = Hutchinson() if estimator is None else estimator
-    if granularity not in ("batch", "sample"):
-        raise ValueError(message("granularity", "'batch' or 'sample'", repr(granularity)))
+    one_of(granularity, "granularity", "batch", "sample")
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     layout = ParameterLayout.of(problem.parameters)
     device = problem.device if device is None else device
-    stack = _Stack(layout.size, _check_dtype(dtype), device, data, max_bytes)
+    one_of(dtype, "dtype", torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    stack = _Stack(layout.size, dtype, device, data, max_bytes)
     tensors = list(problem.parameters.values())
     rows = GradientRows(tensors, promoted(dtype), stack.take, stack.reserve, stack.after_batch)
     counts = run(problem, settings, rows, LoopOptions(progress))
@@ -134,9 +134,3 @@ def _check_range(rows: Tensor, kept: Tensor) -> None:
     if not 0.99 * before <= after <= 1.01 * before:
         got = f"gradients of length {before:.3g} that are of length {after:.3g} in float16"
         raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))
-
-
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise ValueError(message("dtype", "torch.float32, float64, bfloat16 or float16", repr(dtype)))
-    return dtype

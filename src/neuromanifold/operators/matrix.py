@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, one_of
 from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.operators.layout import ParameterLayout
@@ -72,8 +72,7 @@ def fisher_matrix(
     chosen, layout = problem.parameters, ParameterLayout.of(problem.parameters)
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())
     dtype = (torch.float64 if exact else torch.float32) if dtype is None else dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(message("dtype", "torch.float32 or torch.float64", repr(dtype)))
+    one_of(dtype, "dtype", torch.float32, torch.float64)
     places = _places(layout, blocks)
     _check_size(places, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
     sizes = {name: place.stop - place.start for name, place in places.items()}

@@ -72,13 +72,8 @@ def envelope_product(envelope: Envelope | None) -> Middle:
     if isinstance(envelope, Upper):
         return lambda core, _, v: core.upper_envelope() * v
     if isinstance(envelope, Lower):
-        return lambda core, _, v: _low_rank(core, min(envelope.rank, core.rank), v)
+        return lambda core, _, v: core.spectrum(envelope.size(core)).matvec(v)
     return lambda core, _, v: core.matvec(v)
-
-
-def _low_rank(core: Core, rank: int, v: Tensor) -> Tensor:
-    values, vectors = core.spectrum(rank)  # [R, k], [R, k, C]
-    return torch.einsum("nk,nkc,nkd,nd->nc", values, vectors, vectors, v)
 
 
 class FisherOperator(Metric):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, one_of
 from neuromanifold.operators.operator import fisher_operator
 from neuromanifold.problem.parameters import select_parameters
 
@@ -57,8 +57,7 @@ def path_length(
         options: those of `nm.fisher_operator`.
 
     """
-    if rule not in ("midpoint", "trapezoid"):
-        raise ValueError(message("rule", "'midpoint' or 'trapezoid'", repr(rule)))
+    one_of(rule, "rule", "midpoint", "trapezoid")
     if isinstance(checkpoints, (Mapping, nn.Module)):
         raise ValueError(message("checkpoints", "a sequence of two or more", "one"))
     checkpoints = list(checkpoints)

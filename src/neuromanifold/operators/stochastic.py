@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, one_of
 from neuromanifold.operators.krylov import Product, orthonormal, times
 
 Method = Literal["hutchinson", "hutch++"]
@@ -27,9 +27,7 @@ class Estimate(NamedTuple):
 
 def check_method(method: str, products: int) -> int:
     """The number of products, if the method is known and they are enough for it."""
-    if method not in ("hutchinson", "hutch++"):
-        raise ValueError(message("method", "'hutchinson' or 'hutch++'", repr(method)))
-    least = 2 if method == "hutchinson" else 4
+    least = 2 if one_of(method, "method", "hutchinson", "hutch++") == "hutchinson" else 4
     return integer_in_range(products, "products", least, 10**9, f"{method} takes at least {least}")
 
 

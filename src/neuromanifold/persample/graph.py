@@ -49,7 +49,7 @@ _ARGUMENTS = {  # of operations, those that decide where rows go
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor has the samples: in which dimension, and what is major there if each has several rows.
+    """Which dimension of a tensor holds the samples, and what is major in it if each has several rows.
 
     `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  Batches may differ in the number t of rows.
     """
@@ -91,7 +91,7 @@ class BroadcastSite:
 
     @property
     def edge(self) -> GradientEdge:
-        """Where autograd has the gradient of the result."""
+        """The edge of autograd's graph at which the gradient of the result arrives."""
         return GradientEdge(self.node, 0)
 
     @property
@@ -197,7 +197,7 @@ def users_first(used_by: dict[Node, list[tuple[Node, int]]]) -> list[Node]:
 
 
 def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
-    """Return a number that is equal for graphs in which rows go the same way.
+    """Return a number that is equal for graphs in which the same rows belong to each sample.
 
     It holds the operations, how they are connected, the arguments that decide where rows go, and all sizes: not as
     numbers, since sequences of other lengths need no other treatment, but by which of them are equal to each other, to
@@ -258,7 +258,7 @@ def broadcast_sites(
 
 
 def _partner(site: BroadcastSite) -> Tensor | None:
-    """What autograd has saved for the gradient; kept, since autograd frees it during the last backward pass."""
+    """Return the tensor that autograd has saved for the gradient, which it frees during the last backward pass."""
     node, name = site.node, site.node.name()
     if name == "MulBackward0":
         saved: Tensor = node._saved_other if site.input == 0 else node._saved_self

@@ -26,13 +26,7 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, model_device, read_batch
-from neuromanifold.problem.calls import (
-    as_module,
-    call,
-    forward_signature,
-    only_argument,
-    with_decoder_inputs,
-)
+from neuromanifold.problem.calls import as_module, call, forward_signature, only_argument, with_decoder_inputs
 from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.problem.progress import tracked

@@ -61,7 +61,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
 
     @property
     def mean(self) -> DiagonalFisher:
-        """The view per sample."""
+        """The view per sample: sums divided by the number of samples."""
         return replace(self, reduction="mean")
 
     @property
@@ -128,7 +128,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         return replace(self, sums={n: self.sums[n] for n in names}, noise={n: self.noise[n] for n in names})
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
-        """How far this is from `other`, the reference: RelMAE and friends."""
+        """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
         if isinstance(other, DiagonalFisher) and other.reduction != self.reduction:
             got = f"{other.reduction} against {self.reduction}"
             raise ValueError(message("other", "in the same view", got, "Use .mean or .sum on both."))
@@ -152,7 +152,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
     def report(
         self, path: str | Path = "fisher.html", *others: DiagonalFisher, titles: Sequence[str] | None = None
     ) -> Path:
-        """Write one HTML page that needs no network: numbers, charts, a reading in words; `others` are compared."""
+        """Write one HTML page that needs no network: tables, charts and a summary as text; `others` are compared."""
         written: Path = drawing("report")(path, [self, *others], titles)
         return written
 

@@ -121,9 +121,9 @@ def summarize(result: DiagonalFisher, title: str = "", most: int | None = None) 
         ones = ((key, found[f"{prefix}/{key}"]) for key in keys)
         return [replace(one, name=key, share=one.total / trace if trace else 0.0) for key, one in ones]
 
-    ways = result.provenance.granularity
+    granularity = result.provenance.granularity
     parameters = [
-        replace(one, shape=tuple(result.sums[one.name].shape), granularity=ways.get(one.name, ""))
+        replace(one, shape=tuple(result.sums[one.name].shape), granularity=granularity.get(one.name, ""))
         for one in made("p", names)
     ]
     component_of = {name: key for key, group in parts.items() for name in group}

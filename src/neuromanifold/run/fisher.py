@@ -98,11 +98,7 @@ def fisher_diagonal(
 
 
 def diagonal_of(
-    problem: Problem,
-    settings: Settings,
-    options: LoopOptions,
-    view: Reduction = "mean",
-    rtol: float | None = None,
+    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
     sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=settings.estimator.noise_factor > 0)

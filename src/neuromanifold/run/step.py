@@ -57,7 +57,7 @@ class Step:
         self.method.verify_late(batch)
 
     def synchronize(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: a step that runs eagerly leaves no work behind."""
 
     def seed(self, number: int) -> None:
         """Set the generator to the noise of batch `number`."""

@@ -74,7 +74,7 @@ class _Sizes(NamedTuple):
 
 
 def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
-    """Run `dispatch.add_squares_product_tables` for left and right in float32 with any strides."""
+    """Run `dispatch.add_squares_of_products` for left and right in float32 with any strides."""
     if not _float32(left, right, to):
         return False
     if left.ndim == 3:

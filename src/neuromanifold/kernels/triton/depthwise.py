@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DepthwiseTiles(NamedTuple):
-    """How one program cuts the work: `by_taps` gives each thread a kernel position, else each has positions t."""
+    """Sizes of a program's tile: `by_taps` gives each thread a kernel position, else each has positions t."""
 
     block_t: int
     block_i: int

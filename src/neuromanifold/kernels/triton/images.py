@@ -240,13 +240,13 @@ def _sources(
     return _move(source_positions(space, positions, stride, padding, _steps(space)), device)
 
 
-_recorded: dict[int, Tensor] = {}
+_captured: dict[int, Tensor] = {}
 
 
 def kept(table: Tensor | None) -> Tensor | None:
     """Return the table, kept alive once it is part of a CUDA graph: a replay reads it after caches have dropped it."""
     if table is not None and table.is_cuda and torch.cuda.is_current_stream_capturing():
-        _recorded[id(table)] = table
+        _captured[id(table)] = table
     return table
 
 

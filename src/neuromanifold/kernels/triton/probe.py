@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, sign
+from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, row_mask, sign
 from neuromanifold.kernels.values import Probe
 
 LARGEST_BLOCK = 4096
@@ -56,43 +56,19 @@ def hutchinson_probe(
         tile_rows = max(1, min(32, 512 // block))
         with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
             _probe[triton.cdiv(len(rows), tile_rows),](
-                rows,
-                u,
-                finite.view(torch.uint8),
-                finite if counts is None else counts.reshape(-1).contiguous().view(torch.uint8),
-                seed,
-                len(rows),
-                classes,
-                rows.stride(0),
-                scale,
-                DEFLATE=deflate,
-                STEPS=2 if classes <= block else 1,
-                MASKED=counts is not None,
-                ROWS=tile_rows,
-                BLOCK=block,
-                num_warps=max(4, min(16, tile_rows * block // 256)),
-            )
+                rows, u, finite.view(torch.uint8), row_mask(finite, counts), seed, len(rows), classes, rows.stride(0),
+                scale, DEFLATE=deflate, STEPS=2 if classes <= block else 1, MASKED=counts is not None, ROWS=tile_rows,
+                BLOCK=block, num_warps=max(4, min(16, tile_rows * block // 256)),
+            )  # fmt: skip
     return Probe(u.view(logits.shape), finite.view(logits.shape[:-1]))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _probe(
-    logits,
-    u,
-    finite,
-    counts,
-    seed,
-    n,
-    classes,
-    stride,
-    scale,
-    DEFLATE: tl.constexpr,
-    STEPS: tl.constexpr,
-    MASKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Axes: r row, c column.  What belongs to a row has shape [r, 1]."""
+    logits, u, finite, counts, seed, n, classes, stride, scale, DEFLATE: tl.constexpr, STEPS: tl.constexpr,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Make the probes of a tile of rows.  Axes: r row, c column.  What belongs to a row has shape [r, 1]."""
     SPAN: tl.constexpr = 32 // ROWS * BLOCK  # the columns that the bits of one word for each lane last for
     program = tl.program_id(0)
     within = tl.arange(0, ROWS)[:, None]  # [r, 1]

@@ -47,6 +47,11 @@ def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
     )
 
 
+def row_mask(finite: Tensor, counts: Tensor | None) -> Tensor:
+    """Return which rows count, as bytes [n]; without a mask, any tensor that the kernel does not read."""
+    return finite if counts is None else counts.reshape(-1).contiguous().view(torch.uint8)
+
+
 @triton.jit
 def random_words(key, counter, program, stream):
     """32 random bits for each counter, from Philox's generator."""

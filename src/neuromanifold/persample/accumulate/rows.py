@@ -64,7 +64,7 @@ class GradientRows:
             self._take(rows)
 
     def end_batch(self) -> None:
-        """Call `after_batch`."""
+        """Call `after_batch`, which may raise if rows take too much memory."""
         self._after_batch()
 
     def synchronize(self) -> None:

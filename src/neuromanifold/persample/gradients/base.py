@@ -1,4 +1,4 @@
-"""What every form can do, and the gradients themselves as the simplest one."""
+"""The interface of forms of per-sample gradients, and the simplest form: the gradients themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are products: linear layers, and whatever is written as one."""
+"""Gradients that are sums of outer products: linear layers, and other layers written as one."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Convolution(Form):
 
     @property
     def windows(self) -> Windows:
-        """The geometry, as kernels take it."""
+        """The geometry of the windows, in the form that kernels take."""
         return Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
 
     def _add_squares_by_rows(self, to: Accumulators) -> None:
@@ -163,12 +163,9 @@ class Convolution(Form):
         return ranges(self.samples, tile_size(self.device) // max(1, one))
 
 
-@rule(
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    extra_dims=True,
-)
+@rule(*(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), extra_dims=True)
 def convolution(call: Call) -> dict[str, Form]:
-    """The weight's gradients as a Convolution, the bias's as sums over positions."""
+    """Return the weight's gradients as a Convolution, and the bias's as sums over positions."""
     module = call.module
     assert isinstance(module, nn.modules.conv._ConvNd)
     space = len(module.kernel_size)

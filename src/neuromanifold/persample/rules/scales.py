@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.gradients import Dense, Form
-from neuromanifold.persample.rules.normalisation import at_least_float32, sum_over
+from neuromanifold.persample.rules.normalisation import at_least_float32, scale_and_shift, sum_over
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule, rule_where
 
 
@@ -43,13 +43,7 @@ def norm_like(call: Call) -> dict[str, Form]:
     fitting = [d for d in range(1, scaled.ndim) if scaled.shape[d] == len(weight)]
     known = not call.validating and len(fitting) == 1
     dim = fitting[0] if known else _feature_dimension(call, weight, bias, origin, scaled)
-    over = tuple(d for d in range(1, call.g.ndim) if d != dim)
-    found: dict[str, Form] = {}
-    if "weight" in call.wanted:
-        found["weight"] = Dense(sum_over(call.g * scaled, over))
-    if "bias" in call.wanted:
-        found["bias"] = Dense(sum_over(call.g, over))
-    return found
+    return scale_and_shift(call, lambda: scaled, tuple(d for d in range(1, call.g.ndim) if d != dim))
 
 
 def _feature_dimension(call: Call, weight: Tensor, bias: Tensor | None, origin: Tensor, scaled: Tensor) -> int:
