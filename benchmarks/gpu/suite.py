@@ -37,7 +37,19 @@ def run_tests(session: Session) -> None:
 
 def _pytest(session: Session) -> tuple[int, str] | Missing:
     """Return pytest's exit status and last line; what it said of failures goes to stderr."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-m",
+        "not slow",
+    ]
     command += ["-k", CHOSEN, "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
     command += [f"tests/{name}" for name in FILES]
     if find_spec("xdist") is not None:

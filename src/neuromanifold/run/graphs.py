@@ -149,10 +149,15 @@ class CapturedSteps:
         return self._watched(batch, self._sums) if self._times[key] == _EAGER else self._eagerly(batch)
 
     def synchronize(self) -> None:
-        """Compare the last replays with the model, where that has not been done."""
+        """Compare the last replays with the model, where that has not been done.
+
+        Graphs share their memory, so that others may have written over the logits: forward is replayed once more.
+        """
         for captured in self._graphs.values():
-            if captured.compared < captured.replayed and not self._is_right(captured):
-                self._raise_changed("the last batches")
+            if captured.compared < captured.replayed:
+                captured.forward.replay()
+                if not self._is_right(captured):
+                    self._raise_changed("the last batches")
 
     @property
     def _tape(self) -> Any:
