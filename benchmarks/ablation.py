@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from common import Run, forward_backward, interleaved_runs, keep, setting, table
-from models import small_networks
+from models import small_networks, task
 from torch import Tensor, nn
 
 import neuromanifold as nm
@@ -31,12 +31,16 @@ SOURCES = {  # of the kernels in C
 }
 
 
+FEW, MANY = (2, 6), (17, 57)  # batches of the two runs that a time comes from: none in between is verified
+
+
 class Case(NamedTuple):
-    """A network, a batch, and which operations it has."""
+    """A network, a batch, which operations it has, and the batches of its two runs."""
 
     model: nn.Module
     batch: object
     operations: tuple[str, ...]
+    counts: tuple[int, int] = MANY
 
 
 def with_and_without(run: Run, *operations: str) -> dict[str, Run]:
@@ -50,7 +54,7 @@ def with_and_without(run: Run, *operations: str) -> dict[str, Run]:
 
 
 def cpu_cases() -> dict[str, Case]:
-    """Return small networks, and one with many classes, whose probes take longer than its layers."""
+    """Return small networks, one with many classes, whose probes take longer than its layers, and larger ones."""
     found = small_networks()
     products, convolutions = "add_squares_of_products", "add_squares_of_convolution"
     operations = {
@@ -62,13 +66,19 @@ def cpu_cases() -> dict[str, Case]:
     many = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1000))
     labels: Tensor = torch.randint(0, 1000, (64,))
     cases["1000 classes, B=64"] = Case(many, (torch.randn(64, 64), labels), ("deflated_probe", products, "add_powers"))
+    for name, counts in (("MLP", MANY), ("transformer", FEW)):
+        large = task(name)
+        size = sum(parameter.numel() for parameter in large.model.parameters()) / 1e6
+        title = f"{name}, {size:.1f} M parameters, B={len(large.labels)}"
+        cases[title] = Case(large.model, large.batch, ("deflated_probe", products, "add_powers"), counts)
     return cases
 
 
-def cpu_rows(repeats: int, counts: tuple[int, int]) -> list[list[str]]:
+def cpu_rows(repeats: int, quick: bool) -> list[list[str]]:
     """Time each case with all kernels and without each one; processor time, medians over the turns."""
     rows, device = [], torch.device("cpu")
-    for name, (model, batch, operations) in cpu_cases().items():
+    for name, (model, batch, operations, full) in cpu_cases().items():
+        counts = (2, 4) if quick else full
         estimate = partial(nm.fisher_diagonal, model)
         runs: dict[str, Run] = {"baseline": partial(forward_backward, model), "kernel": estimate}
         for operation in operations:
@@ -99,11 +109,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few batches, one repeat, printed: does everything run?")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    repeats, counts = (
-        (1, (2, 4)) if options.quick else (options.repeats, (17, 57))
-    )  # batch 16 is verified, none of these
+    repeats = 1 if options.quick else options.repeats
     head = setting(f"python benchmarks/ablation.py --repeats {repeats}", torch.device("cpu"))
-    text = "\n\n".join(["# What each kernel in C gains", head, NOTE, table(HEADER, cpu_rows(repeats, counts))])
+    text = "\n\n".join(["# What each kernel in C gains", head, NOTE, table(HEADER, cpu_rows(repeats, options.quick))])
     print(text) if options.quick else keep("ablation-cpu", text)
 
 

@@ -56,12 +56,12 @@ def run_checks(session: Session) -> None:
 
 
 SECTIONS: dict[str, tuple[Callable[[Session], None], float]] = {  # with their shares of the time
-    "checks": (run_checks, 120.0),
-    "tests": (run_tests, 50.0),
-    "times": (run_times, 170.0),
+    "checks": (run_checks, 140.0),
+    "tests": (run_tests, 40.0),
+    "times": (run_times, 175.0),
     "ablation": (run_ablation, 60.0),
-    "device": (run_device, 30.0),
-    "exact": (run_exact, 20.0),
+    "device": (run_device, 20.0),
+    "exact": (run_exact, 15.0),
 }
 
 

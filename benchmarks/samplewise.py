@@ -216,16 +216,18 @@ def main() -> None:
     arguments += [flag for flag in ("--skip-others", "--quick") if getattr(options, flag[2:].replace("-", "_"))]
     head = setting(f"python benchmarks/samplewise.py {' '.join(arguments)}", torch.device("cpu"))
     installed = [f"{tool} {others.version(tool)}" for tool in others.TOOLS if others.version(tool) is not None]
-    if not options.skip_others:
+    if not options.skip_others and options.only != "verification":
         head += " · " + ", ".join(name for name in installed if not name.startswith(("loop", "torch.func")))
     chosen = [options.only] if options.only else [*NETWORKS, "verification"]
     sections = [verification(options) if name == "verification" else measure(name, options) for name in chosen]
     title = "# Per-sample Fisher diagonals: cost over forward + backward"
     note = "Processor time and wall-clock are ratios to forward + backward, per batch; "
     note += "×n: measured on a part of the batch and multiplied."
-    text = "\n\n".join([title, head, note, *sections])
-    if options.quick or options.only:
+    text = "\n\n".join([title, head, *([] if options.only == "verification" else [note]), *sections])
+    if options.quick or options.only in NETWORKS:
         print(text)  # a part of the result does not replace it
+    elif options.only:
+        keep("verification-cpu", text)
     else:
         keep("samplewise-cpu-ours" if options.skip_others else "samplewise-cpu", text)
 

@@ -52,7 +52,10 @@ def run_ablation(session: Session) -> None:
 def _row(session: Session, task: Task, operation: str) -> Row:
     estimator = LOWER if operation == "lower_probes" else nm.Hutchinson()
     own: Run = partial(nm.fisher_diagonal, task.model, estimator=estimator, cuda_graphs=False)
-    runs, counts = with_and_without(own, operation), (1, 2) if session.options.quick else (4, 8)
+    runs, counts = (
+        with_and_without(own, operation),
+        (1, 2) if session.options.quick else (2, 6),
+    )  # no verified batch between
     times, (few, many) = interleaved_runs(runs, task.batch, counts, session.options.repeats, session.device), counts
     ms = {name: 1000 * (times[name][many].wall - times[name][few].wall) / (many - few) for name in runs}
     device = {name: 1000 * device_seconds(session, task, run) for name, run in runs.items()}

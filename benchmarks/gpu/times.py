@@ -34,7 +34,7 @@ ROWS: dict[str, tuple[nm.Estimator, str, bool]] = {  # estimator, granularity, w
 MAIN = (PER_SAMPLE, GRAPHS, PER_BATCH)  # of every precision; the others with --all-rows, in fp32
 GROUP = 4  # batches of which one takes fourth powers for the error bars
 BETWEEN, CAPTURED = 17, 20  # batches after one that is verified; until all variants of a batch are captured
-SECONDS, LONG, MOST = 0.3, 0.03, 200  # of the batches that a time comes from; of a long batch; batches
+SECONDS, LONG, MOST = 0.2, 0.03, 200  # of the batches that a time comes from; of a long batch; batches
 
 
 def run_times(session: Session) -> None:
@@ -113,7 +113,7 @@ def take_turns(session: Session, title: str, task: Task, runs: dict[str, Run]) -
     batch = session.seconds(lambda: runs[BASELINE]([task.batch] * GROUP)).wall / GROUP
     gc.collect()
     gc.freeze()  # so that Python does not look through all modules in the middle of a run
-    for _ in range(session.options.repeats):
+    for _ in range(1 if batch > LONG else session.options.repeats):  # a long batch times no Python
         for name, run in runs.items():
             slope = found[name]
             if isinstance(slope, Missing):

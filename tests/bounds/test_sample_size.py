@@ -153,7 +153,11 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: bounds.batches_needed(0.1, 95), ValueError, "`confidence` .* got 95"),
     (lambda: bounds.batches_needed(0.1, True), ValueError, "`confidence`"),
     (lambda: bounds.batches_needed(0.1, probes=0), ValueError, "`probes` must be between 1"),
-    (lambda: bounds.batches_needed(0.1, method="t"), ValueError, "`method` must be 'chi2', 'normal'"),  # type: ignore[arg-type]
+    (
+        lambda: bounds.batches_needed(0.1, method="t"),
+        ValueError,
+        "`method` must be 'chi2', 'normal', 'chebyshev' or 'cantelli'",
+    ),  # type: ignore[arg-type]
     (lambda: bounds.expected_rtol(0), ValueError, "`batches` must be between 1"),
     (lambda: bounds.expected_rtol(2.5), TypeError, "`batches` must be an int"),  # type: ignore[arg-type]
     (lambda: bounds.expected_confidence(3, -0.1), ValueError, "`rtol` must be a number > 0"),

@@ -269,12 +269,12 @@ def test_the_noise_of_a_batch_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("replay", [False, True])
-def test_shards_on_a_gpu_add_up_with_replays_too(replay: bool) -> None:
-    """A recorded graph reads the generator's seed anew with each replay."""
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_shards_on_a_gpu_add_up_with_cuda_graphs_too(cuda_graphs: bool) -> None:
+    """A captured graph reads the generator's seed anew with each replay."""
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).cuda()
     data = list(torch.randn(24, 16, 6))
     whole = nm.fisher_diagonal(model, data)
-    parts = [nm.fisher_diagonal(model, data, shard=(i, 2), replay=replay) for i in range(2)]
+    parts = [nm.fisher_diagonal(model, data, shard=(i, 2), cuda_graphs=cuda_graphs) for i in range(2)]
     for name in whole:
         torch.testing.assert_close((parts[0] + parts[1])[name], whole[name])
