@@ -76,14 +76,14 @@ def fisher_factors(
     layout = ParameterLayout.of(problem.parameters)
     device = problem.device if device is None else device
     one_of(dtype, "dtype", torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    stack = _Stack(layout.size, dtype, device, data, max_bytes)
+    stack = _KeptRows(layout.size, dtype, device, data, max_bytes)
     tensors = list(problem.parameters.values())
     rows = GradientRows(tensors, promoted(dtype), stack.take, stack.reserve, stack.after_batch)
     counts = run(problem, settings, rows, LoopOptions(progress))
     return FisherFactors(stack.whole(), layout, counts.samples, make_provenance(problem, settings, counts), view)
 
 
-class _Stack:
+class _KeptRows:
     """Keeps rows, and raises before they take more memory than allowed."""
 
     def __init__(

@@ -146,9 +146,9 @@ def statistics(
     noise: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Statistics]:
     """Statistics of groups of tensors, whose entries are divided by `divisor`; a tensor may be in several groups."""
-    counted = {name: _Counts.of(value, name) for name, value in values.items()}
+    counted = {name: _BinCounts.of(value, name) for name, value in values.items()}
     errors = {name: sum(float(x.sum(dtype=np.float64)) for x in chunks(t, name)) for name, t in (noise or {}).items()}
-    merged = {key: _Counts.merged([counted[name] for name in names]) for key, names in groups.items()}
+    merged = {key: _BinCounts.merged([counted[name] for name in names]) for key, names in groups.items()}
     wanted = {key: counts.bins[counts.places()] for key, counts in merged.items()}
     picked: dict[str, list[Array]] = {key: [np.zeros(0)] for key in groups}
     keys: dict[str, list[str]] = {name: [] for name in values}
@@ -187,7 +187,7 @@ def chunks(tensor: Tensor, name: str, dtype: torch.dtype | None = None) -> Itera
 
 
 @dataclass(frozen=True)
-class _Counts:
+class _BinCounts:
     """How many positive entries lie in each bin."""
 
     entries: int
@@ -199,7 +199,7 @@ class _Counts:
     dtype: torch.dtype = torch.float64  # that the entries were binned in
 
     @classmethod
-    def of(cls, tensor: Tensor, name: str) -> _Counts:
+    def of(cls, tensor: Tensor, name: str) -> _BinCounts:
         """Count the entries of a tensor: in float32 where it is no wider, but for subnormal numbers."""
         for dtype in (torch.float32, torch.float64):
             if dtype is torch.float32 and tensor.dtype == torch.float64:
@@ -218,7 +218,7 @@ class _Counts:
         return cls(tensor.numel(), zeros, total, largest, filled + _FIRST[dtype], counts[filled], dtype)
 
     @classmethod
-    def merged(cls, parts: Sequence[_Counts]) -> _Counts:
+    def merged(cls, parts: Sequence[_BinCounts]) -> _BinCounts:
         """The counts of several tensors together."""
         bins, counts = (np.concatenate([_NONE, *(getattr(part, key) for part in parts)]) for key in ("bins", "counts"))
         first = int(bins.min()) if bins.size else 0

@@ -118,7 +118,7 @@ def run(
             if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and counts.batches):
                 raise
             counts.stopped = f"interrupted after {counts.batches} batches"
-    counts.passes, counts.verified = step.method.passes, step.method.verified
+    counts.passes, counts.verified, counts.methods = step.method.passes, step.method.verified, step.method.methods()
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
         got = f"{counts.batches} batches" + (f" in shard {shard} of {shards}" if shards > 1 else "")

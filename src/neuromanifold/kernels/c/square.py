@@ -62,7 +62,7 @@ class _Side(NamedTuple):
         return self.n, self.g, self.last
 
 
-class _Sizes(NamedTuple):
+class _ProductSizes(NamedTuple):
     """Sizes of all dimensions but space; rows and channels of one group."""
 
     samples: int
@@ -80,7 +80,7 @@ def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     if left.ndim == 3:
         left, right = left[:, None], right[:, None]
     (samples, groups, positions, rows), channels = left.shape, right.shape[3]
-    sizes = _Sizes(samples, groups, positions, rows, channels, 1)
+    sizes = _ProductSizes(samples, groups, positions, rows, channels, 1)
     strides = left.stride(2), right.stride(2), right.stride(3)
     one, other = (_Side(side, side.stride(0), side.stride(1), side.stride(3)) for side in (left, right))
     return _call(one, other, to, sizes, lambda: _product_tables(positions, *strides))
@@ -92,7 +92,7 @@ def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, wind
         return False
     kernel, stride, padding, dilation, groups = windows
     positions, rows, channels = tuple(fixed.shape[2:]), fixed.shape[1] // groups, slid.shape[1] // groups
-    sizes = _Sizes(fixed.shape[0], groups, prod(positions), rows, channels, prod(kernel))
+    sizes = _ProductSizes(fixed.shape[0], groups, prod(positions), rows, channels, prod(kernel))
     left = _Side(fixed, fixed.stride(0), rows * fixed.stride(1), fixed.stride(1))
     right = _Side(slid, slid.stride(0), channels * slid.stride(1), slid.stride(1))
     options = (kernel, stride, padding, dilation, slid.stride()[2:], fixed.stride()[2:])
@@ -106,7 +106,7 @@ def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     return single and all(tensor.is_contiguous() for tensor in sums)
 
 
-def _call(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
+def _call(left: _Side, right: _Side, to: Accumulators, sizes: _ProductSizes, tables_of: Callable[[], _Tables]) -> bool:
     if prod(sizes) < LEAST:
         return False
     threads = torch.get_num_threads()
@@ -133,7 +133,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _blocks(sizes: _Sizes, threads: int, tile_rows: int, width: int) -> tuple[int, int] | None:
+def _blocks(sizes: _ProductSizes, threads: int, tile_rows: int, width: int) -> tuple[int, int] | None:
     """Return rows and channels of a block: few enough for the cache, and so that threads have equally many blocks.
 
     None where tiles would be filled with little but zeros, or packing would take longer than torch's own convolution:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Buffers(NamedTuple):
+class ProbeBuffers(NamedTuple):
     """What kernels for probes read and write."""
 
     rows: Tensor  # [n, C]  the logits, contiguous along C
@@ -30,7 +30,7 @@ class Buffers(NamedTuple):
     seed: Tensor  # [1] int64
 
 
-def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
+def buffers(logits: Tensor, generator: torch.Generator) -> ProbeBuffers:
     """Return rows of logits [..., C] with memory for their cotangents, and a seed; without synchronizing.
 
     u has the type of the logits, but float32 for float16, in which small entries would underflow before the
@@ -39,7 +39,7 @@ def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
     rows = logits.detach().reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
-    return Buffers(
+    return ProbeBuffers(
         rows,
         torch.empty(rows.shape, dtype=dtype, device=rows.device),
         torch.empty(len(rows), dtype=torch.bool, device=rows.device),

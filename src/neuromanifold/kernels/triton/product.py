@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     config: ProductTiles
 
 
-# By measured time on an H200 (benchmarks/gpu_kernels.py --tune): the first whose limits are not exceeded.
+# By measured time on an H200 (benchmarks/gpu/shapes.py --tune): the first whose limits are not exceeded.
 HALF = (
     Choice(64, math.inf, ProductTiles(64, 128, 64, 4, 3, 2)),
     Choice(128, math.inf, ProductTiles(128, 128, 64, 8, 3, 1)),
