@@ -5,7 +5,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-all check bench docs figures clean
 
-demo: .venv/installed-demo  ## every estimator on a small network, trained on the spot: a table, and a picture in demo/
+demo: .venv/installed-demo  ## every estimator on a small network, trained on the spot: a table, and a plot in demo/
 	$(BIN)/neuromanifold demo --out demo
 
 test: check  ## style, types, tests: what CI runs

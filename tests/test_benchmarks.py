@@ -78,7 +78,7 @@ def test_the_verification_check_sees_a_wrong_rule() -> None:
 def test_graph_checks_run_without_a_gpu() -> None:
     behaviour = imported("gpu.behaviour")
     (row, passed), *_ = behaviour._graphs("DistilBERT", torch.device("cpu"))
-    assert row["cuda_graphs=True"] == row["auto"] == 0
+    assert row["cuda_graphs=True"] == row["cuda_graphs=auto"] == 0
     assert not passed  # nothing was replayed, which a GPU must do
     rows = behaviour._reads_back(torch.device("cpu"))
     assert [row["warnings"] for row, _ in rows] == [0, 0]

@@ -1,11 +1,14 @@
 """The code of the README and of the docs runs, and prints what it says it prints."""
 
 import contextlib
+import inspect
 import io
 import re
 from pathlib import Path
 
 import pytest
+
+import neuromanifold as nm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,3 +53,34 @@ def test_every_file_that_a_page_names_is_there() -> None:
     found = {(page.name, name) for page in [*PAGES, ROOT / "CHANGELOG.md"] for name in named.findall(page.read_text())}
     assert len(found) >= 10
     assert not [(page, name) for page, name in sorted(found) if not list(ROOT.glob(name))]
+
+
+def public_names_and_arguments() -> tuple[set[str], set[str]]:
+    """The names of the package, and those of all arguments and fields of its functions, classes and methods."""
+    names, arguments = {name for name in dir(nm) if not name.startswith("_")}, set[str]()
+    for thing in (getattr(nm, name) for name in sorted(names)):
+        members = [getattr(thing, name) for name in dir(thing)] if isinstance(thing, type) else []
+        for function in (thing, *members):
+            with contextlib.suppress(TypeError, ValueError):
+                arguments |= set(inspect.signature(function).parameters)
+    return names, arguments
+
+
+def unknown_names(text: str) -> set[str]:
+    """`nm.something` that is not there, and arguments in code spans (`something=value`) that nothing takes."""
+    names, arguments = public_names_and_arguments()
+    arguments |= {"use_reentrant", "shuffle", "extra_dims", "applies"}  # of others, and of rules
+    spans = [span for span in re.findall(r"`([^`\n]+)`", text) if not span.startswith(("-", "neuromanifold "))]
+    keywords = {word for span in spans for word in re.findall(r"(?<![\w-])([A-Za-z_]\w*)=(?!=)", span)}
+    used = set(re.findall(r"\bnm\.([A-Za-z_]\w*)", text))
+    return used - names | {word for word in keywords - arguments if not word.isupper()}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_name_that_a_page_uses_exists(page: Path) -> None:
+    assert not unknown_names(page.read_text())
+
+
+def test_a_name_that_is_gone_would_be_seen() -> None:
+    text = "`nm.Full()`, `nm.fisher_factors(per='sample')`, `replay=True`, `nm.Exact(envelope=nm.Lower(1))`, `rtol=0.1`"
+    assert unknown_names(text) == {"Full", "per", "replay"}

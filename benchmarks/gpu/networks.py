@@ -58,7 +58,7 @@ def _small(name: str, which: str, device: torch.device) -> list[tuple[Row, bool]
     """Return a row for each estimator."""
     task = in_precision(small_task(name, device), which)
     inputs = cast_inputs(task.inputs, torch.float64)
-    exact = reference.fisher_diagonal(task.model, lambda model: logits(model, inputs))
+    exact = reference.reference_diagonal(task.model, lambda model: logits(model, inputs))
     empirical = reference.empirical_diagonal(task.model, lambda model: logits(model, inputs), task.labels)
     return [_errors(task, which, nm.Exact(), exact, _all), _errors(task, which, nm.Empirical(), empirical, _given)]
 

@@ -173,7 +173,7 @@ def _linear(
     left: Tensor, right: Tensor, squares: Tensor, fourths: Tensor | None, precision: str, **options: object
 ) -> None:
     sides = (pack(left), pack(right)) if precision == "tf32" else (left, right)
-    product.add_squares_of_products(*sides, squares, fourths, **options)
+    product.launch_product_squares(*sides, squares, fourths, **options)
 
 
 def _conv(
@@ -232,7 +232,7 @@ def tune(precision: str, case: Linear | Conv, timed: bool = True) -> None:
         sizes = SINGLE_CONFIGS if precision == "fp32" else HALF_CONFIGS
         candidates = {
             config: lambda config=config: _linear(left, right, squares, None, precision, config=config)
-            for config in (product.Config(*size) for size in sizes)
+            for config in (product.ProductTiles(*size) for size in sizes)
         }
         torch_time = microseconds(lambda: left.flatten(0, 1).T @ right.flatten(0, 1)) if timed else 0.0
     else:

@@ -17,6 +17,7 @@ from neuromanifold.estimators import (
     SquaredBatchGradient,
     Upper,
 )
+from neuromanifold.hf import load_data, load_model
 from neuromanifold.operators import FisherFactors, FisherMatrix
 from neuromanifold.operators.factors import fisher_factors
 from neuromanifold.operators.matrix import fisher_matrix
@@ -29,14 +30,7 @@ from neuromanifold.persample.rules import rule
 from neuromanifold.problem.suspicions import SamplesMixWarning, SuspiciousInputWarning
 from neuromanifold.report import page as _page
 from neuromanifold.report import plots as _plots
-from neuromanifold.results import (
-    Comparison,
-    DiagonalFisher,
-    FileError,
-    Provenance,
-    TraceEstimate,
-    load,
-)
+from neuromanifold.results import Comparison, DiagonalFisher, FileError, Provenance, TraceEstimate, load
 from neuromanifold.results.drawing import draw_with as _draw_with
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal, fisher_trace
@@ -78,6 +72,9 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "fisher_operator",
     "fisher_trace",
     "path_length",
+    # models and data
+    "load_data",
+    "load_model",
     # rules of layers
     "check_rule",
     "rule",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.hf import load_data, load_model
-from neuromanifold.reference.network import fisher_diagonal
+from neuromanifold.reference.network import reference_diagonal
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
 from tests.hf.tiny import save_adapter
 
@@ -40,7 +40,7 @@ def by_definition(folder: Path, data: list[dict[str, Tensor]]) -> tuple[dict[str
             rows.append(logits[counts])
         return torch.cat(rows)
 
-    return fisher_diagonal(model, forward), sum(len(next(iter(batch.values()))) for batch in data)
+    return reference_diagonal(model, forward), sum(len(next(iter(batch.values()))) for batch in data)
 
 
 @pytest.mark.filterwarnings("default::neuromanifold.SlowPathWarning")  # normalised weights of a convolution

@@ -222,6 +222,7 @@ def test_weights_that_have_changed_are_noticed(finished: Any, folder: Folder) ->
             path.write_bytes(contents)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_resumes(finished: Any, tmp_path: Path) -> None:
     done, out = finished("image"), tmp_path / "out"
     command = [out if part == done.out else part for part in done.command]

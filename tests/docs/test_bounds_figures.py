@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import neuromanifold as nm
-from neuromanifold.bounds.picture import draw_rows
+from neuromanifold.bounds.plot import draw_rows
 from tests.run.test_contract import batches, network
 
 

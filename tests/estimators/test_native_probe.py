@@ -99,8 +99,8 @@ def test_logits_that_are_not_finite_are_left_out(row):
 def test_it_is_what_a_probe_comes_from(monkeypatch):
     """And it is not called where torch has to record or to transform what is done, or where kernels are unwanted."""
     calls = []
-    run = probe.deflated_probe
-    monkeypatch.setattr(probe, "deflated_probe", lambda *given: calls.append(run(*given)) or calls[-1])
+    run = probe.call_deflated_probe
+    monkeypatch.setattr(probe, "call_deflated_probe", lambda *given: calls.append(run(*given)) or calls[-1])
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     drawn(logits)
     assert len(calls) == 1

@@ -25,7 +25,7 @@ def dense(problem: Problem) -> Tensor:
     """F = Σ_x Jᵀ M J, [P, P]."""
     key = id(problem.model)
     if key not in _DENSE:
-        _DENSE[key] = reference.fisher_matrix(problem.model, problem.forward, problem.likelihood)
+        _DENSE[key] = reference.reference_matrix(problem.model, problem.forward, problem.likelihood)
     return _DENSE[key]
 
 

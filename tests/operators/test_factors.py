@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import NotConvergedWarning
 from neuromanifold.reference import network as reference
 from tests.operators.dense import SOME, dense, relative_error
@@ -19,7 +19,7 @@ from tests.problems.problem import Net, Problem
 from tests.run.test_contract import MODEL, X, Y, batches, network
 from tests.zscores import allowed_z_score, worst_z_score
 
-F = reference.fisher_matrix(MODEL, lambda m: m(X))
+F = reference.reference_matrix(MODEL, lambda m: m(X))
 EXACT = nm.fisher_factors(MODEL, batches(16), nm.Exact(), "sample", dtype=torch.float64, reduction="sum")
 LOW = nm.fisher_factors(MODEL, batches(4), dtype=torch.float64)
 
@@ -127,7 +127,7 @@ def test_everything_agrees_with_the_dense_matrix(found: nm.FisherFactors, view: 
 def test_little_damping_is_no_problem_in_float32(damping: float) -> None:
     """With Woodbury's identity in float32, x was 50,000 times off at 1e-8; and the rows are not independent."""
     rows = torch.randn(10, 300, generator=torch.Generator().manual_seed(0))
-    found = nm.FisherFactors(torch.cat([rows, rows]), Layout({"a": torch.Size([300])}), 20, LOW.provenance)
+    found = nm.FisherFactors(torch.cat([rows, rows]), ParameterLayout({"a": torch.Size([300])}), 20, LOW.provenance)
     rhs = torch.randn(300, generator=torch.Generator().manual_seed(1))
     dense_sum = torch.cat([rows, rows]).double().mT @ torch.cat([rows, rows]).double()
     exact = torch.linalg.solve(dense_sum / 20 + damping * torch.eye(300, dtype=torch.float64), rhs.double())
@@ -138,7 +138,7 @@ def test_little_damping_is_no_problem_in_float32(damping: float) -> None:
 
 def test_too_little_damping_is_warned_of() -> None:
     rows = torch.ones(3, 20)
-    found = nm.FisherFactors(rows, Layout({"a": torch.Size([20])}), 3, LOW.provenance)
+    found = nm.FisherFactors(rows, ParameterLayout({"a": torch.Size([20])}), 3, LOW.provenance)
     with pytest.warns(NotConvergedWarning, match="in closed form. Use more damping"):
         found.solve(torch.randn(20, generator=torch.Generator().manual_seed(0)), 1e-20)
 
@@ -239,7 +239,7 @@ def test_parameters_without_a_use(per: Any) -> None:
 
 
 def test_bad_input() -> None:
-    other_order = Layout(dict(reversed(LOW.layout.shapes.items())))
+    other_order = ParameterLayout(dict(reversed(LOW.layout.shapes.items())))
     with pytest.raises(ValueError, match="factors of the same parameters"):
         LOW + nm.FisherFactors(LOW.rows, other_order, 64, LOW.provenance)
     with pytest.raises(KeyError, match=r"No parameter '3.weight' in this result: did you mean '2.weight'"):
@@ -261,7 +261,7 @@ def test_parameters_without_a_rule_come_one_by_one() -> None:
     ).double()
     with pytest.warns(nm.SlowPathWarning, match="odd"):
         found = nm.fisher_factors(model, batches(16), nm.Exact(), "sample", dtype=torch.float64, reduction="sum")
-    assert relative_error(matrix(found), reference.fisher_matrix(model, lambda m: m(X))) < 1e-12
+    assert relative_error(matrix(found), reference.reference_matrix(model, lambda m: m(X))) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")

@@ -16,7 +16,7 @@ from tests.problem.test_unchanged import same, snapshot
 from tests.problems.problem import Net, Problem
 from tests.run.test_contract import MODEL, X, batches, network
 
-F = reference.fisher_matrix(MODEL, lambda m: m(X))
+F = reference.reference_matrix(MODEL, lambda m: m(X))
 WHOLE = nm.fisher_matrix(MODEL, batches(16))
 BLOCKS = nm.fisher_matrix(MODEL, batches(16), blocks="layer")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import neuromanifold as nm
 from neuromanifold.operators.krylov import orthonormal
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric, NotConvergedWarning
 from tests.zscores import allowed_z_score, worst_z_score
 
@@ -22,7 +22,7 @@ class Dense(Metric):
     def __init__(self, matrix: Tensor, count: int = 1) -> None:
         self.matrix, self.products, self._samples = matrix, 0, count
         half = len(matrix) // 2
-        self.layout = Layout({"a": torch.Size([half]), "b": torch.Size([1, len(matrix) - half])})
+        self.layout = ParameterLayout({"a": torch.Size([half]), "b": torch.Size([1, len(matrix) - half])})
         self.reduction, self.precision, self.device = "sum", matrix.dtype, matrix.device
 
     @property
@@ -281,9 +281,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_layouts_of_another_order_are_others() -> None:
     a, b = torch.Size([2]), torch.Size([3])
-    assert Layout({"a": a, "b": b}) == Layout({"a": a, "b": b})
-    assert Layout({"a": a, "b": b}) != Layout({"b": b, "a": a})
-    assert hash(Layout({"a": a})) == hash(Layout({"a": a}))
+    assert ParameterLayout({"a": a, "b": b}) == ParameterLayout({"a": a, "b": b})
+    assert ParameterLayout({"a": a, "b": b}) != ParameterLayout({"b": b, "a": a})
+    assert hash(ParameterLayout({"a": a})) == hash(ParameterLayout({"a": a}))
 
 
 def test_the_base_class_cannot_be_used_alone() -> None:

@@ -130,7 +130,7 @@ def test_functions_of_the_users_own() -> None:
     model = of_function(WithoutForwardMode)
     metric = nm.fisher_operator(model, batches(20), reduction="sum")
     assert metric.method == "double backward"
-    expected = reference.fisher_matrix(model, lambda m: m(X))
+    expected = reference.reference_matrix(model, lambda m: m(X))
     assert relative_error(metric @ block(43), expected @ block(43)) < 1e-12
     with pytest.raises(
         ValueError, match=r"`model` must be differentiable in forward mode, or twice.*nm.fisher_factors"
@@ -150,7 +150,7 @@ def test_padding_rows_have_no_gradient_in_either_mode(functional_call: bool) -> 
     nn.init.normal_(model.table.weight, generator=torch.Generator().manual_seed(0))
     metric = nm.fisher_operator(model, [ids], reduction="sum")
     assert metric.method == ("double backward" if functional_call else "forward mode")
-    expected = reference.fisher_matrix(model, lambda m: m(ids))
+    expected = reference.reference_matrix(model, lambda m: m(ids))
     assert expected[:2].abs().max() == 0
     assert relative_error(metric @ block(19), expected @ block(19)) < 1e-12
 
@@ -161,7 +161,7 @@ def test_a_use_of_a_parameter_that_replacing_it_misses_is_noticed() -> None:
     model = model.double()
     metric = nm.fisher_operator(model, batches(20), reduction="sum")
     assert metric.method == "double backward"
-    expected = reference.fisher_matrix(network_like(model), lambda m: m(X))
+    expected = reference.reference_matrix(network_like(model), lambda m: m(X))
     assert relative_error(metric @ block(35), expected @ block(35)) < 1e-12
 
 
@@ -187,7 +187,7 @@ def test_what_only_later_batches_do_is_noticed() -> None:
     for v in (block(19), block(19)[:, 0]):
         with pytest.raises(ValueError, match=r"the same derivatives in both modes.*in some batch.*Put a batch that"):
             nm.fisher_operator(model, ids) @ v
-    expected = reference.fisher_matrix(model, lambda m: torch.cat([m(one) for one in ids]))
+    expected = reference.reference_matrix(model, lambda m: torch.cat([m(one) for one in ids]))
     found = nm.fisher_operator(model, ids[::-1], reduction="sum") @ block(19)
     assert relative_error(found, expected @ block(19)) < 1e-12
 
@@ -239,17 +239,17 @@ def test_ignored_and_masked_positions_do_not_count() -> None:
     labels = torch.tensor([[0, -100, 1, 2], [1, 2, 0, -100], [0, 0, 0, 0]])
     metric = nm.fisher_operator(model, [{"x": x, "attention_mask": mask, "labels": labels}], reduction="sum")
     kept = x[mask.bool() & (labels != -100)]
-    expected = reference.fisher_matrix(model, lambda m: m(kept, None))
+    expected = reference.reference_matrix(model, lambda m: m(kept, None))
     assert relative_error(metric @ block(9), expected @ block(9)) < 1e-12
     assert metric.count == 2
     flat = nm.fisher_operator(MODEL, [(X[:4], torch.tensor([0, -100, 1, -100]))], reduction="sum")
     assert flat.count == 2
-    expected = reference.fisher_matrix(MODEL, lambda m: m(X[:4][[0, 2]]))
+    expected = reference.reference_matrix(MODEL, lambda m: m(X[:4][[0, 2]]))
     assert relative_error(flat @ block(67), expected @ block(67)) < 1e-12
 
 
 def test_batches_of_any_size_and_none() -> None:
-    expected = reference.fisher_matrix(MODEL, lambda m: m(X)) @ block(67)
+    expected = reference.reference_matrix(MODEL, lambda m: m(X)) @ block(67)
     for size in (1, 7, 64):
         assert relative_error(nm.fisher_operator(MODEL, batches(size)).sum @ block(67), expected) < 1e-12
     empty = (X[:0], Y[:0])
@@ -266,7 +266,7 @@ def test_parameters_without_a_dimension_and_without_entries() -> None:
         "layer": nn.Linear(4, 3),
     }
     model = Net(lambda m, x: m.layer(torch.tanh(m.scale * x)), **parts).double()
-    expected = reference.fisher_matrix(model, lambda m: m(X))
+    expected = reference.reference_matrix(model, lambda m: m(X))
     metric = nm.fisher_operator(model, batches(20), reduction="sum")
     assert relative_error(metric @ block(16), expected @ block(16)) < 1e-12
     assert relative_error(metric @ block(16)[:, 0], expected @ block(16)[:, 0]) < 1e-12
@@ -280,12 +280,12 @@ def test_the_model_is_looked_at_anew_with_each_product() -> None:
     metric = nm.fisher_operator(model, batches(64), reduction="sum")
     with torch.no_grad():
         model[0].weight.mul_(2)
-    assert relative_error(metric @ block(67), reference.fisher_matrix(model, lambda m: m(X)) @ block(67)) < 1e-12
+    assert relative_error(metric @ block(67), reference.reference_matrix(model, lambda m: m(X)) @ block(67)) < 1e-12
 
 
 def test_a_selection_of_parameters() -> None:
     metric = nm.fisher_operator(MODEL, batches(64), parameters="2.*", reduction="sum")
-    expected = reference.fisher_matrix(MODEL, lambda m: m(X))[40:, 40:]
+    expected = reference.reference_matrix(MODEL, lambda m: m(X))[40:, 40:]
     assert list(metric.layout.shapes) == ["2.weight", "2.bias"]
     assert relative_error(metric @ block(27), expected @ block(27)) < 1e-12
 
@@ -311,7 +311,7 @@ def test_a_middle_of_ones_own_sees_the_labels() -> None:
 def test_half_precision(dtype: torch.dtype, autocast: bool) -> None:
     """Sums and vectors are float32; the error is that of the passes in half precision, at any scale of v."""
     model, x = network().to(dtype).float(), X.to(dtype).float()
-    expected = reference.fisher_matrix(model, lambda m: m(x.double())) @ block(67)
+    expected = reference.reference_matrix(model, lambda m: m(x.double())) @ block(67)
     half = model if autocast else copy.deepcopy(model).to(dtype)
     data = [x if autocast else x.to(dtype)]
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
@@ -476,4 +476,4 @@ def test_compiled_models() -> None:
     model = torch.compile(network(), backend="eager")
     model(X)
     metric = nm.fisher_operator(model, batches(64), reduction="sum")
-    assert relative_error(metric @ block(67), reference.fisher_matrix(MODEL, lambda m: m(X)) @ block(67)) < 1e-12
+    assert relative_error(metric @ block(67), reference.reference_matrix(MODEL, lambda m: m(X)) @ block(67)) < 1e-12

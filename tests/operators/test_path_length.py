@@ -36,7 +36,7 @@ FEW = [X[:5], X[5:8]]
 
 def speed(t: float) -> float:
     """√(δᵀ F δ) by definition, at a point of the straight line."""
-    fisher = reference.fisher_matrix(moved(MODEL, between(START, END, t)), lambda m: m(X[:8]))
+    fisher = reference.reference_matrix(moved(MODEL, between(START, END, t)), lambda m: m(X[:8]))
     return float(STEP @ fisher @ STEP) ** 0.5
 
 
@@ -87,7 +87,7 @@ def test_modules_are_checkpoints_too_and_buffers_go_along() -> None:
     middle = copy.deepcopy(a)
     numbers = {n: (v + b.state_dict()[n]) / 2 for n, v in a.state_dict().items() if v.is_floating_point()}
     middle.load_state_dict({**a.state_dict(), **numbers})
-    fisher = reference.fisher_matrix(middle, lambda m: m(x))
+    fisher = reference.reference_matrix(middle, lambda m: m(x))
     step = torch.cat([(q - p).detach().flatten() for p, q in zip(a.parameters(), b.parameters(), strict=True)])
     found = nm.path_length(a, [x], [a, b], reduction="sum")
     assert float(found) == pytest.approx(float(step @ fisher @ step) ** 0.5, rel=1e-10)
@@ -95,7 +95,7 @@ def test_modules_are_checkpoints_too_and_buffers_go_along() -> None:
 
 def test_some_parameters_only() -> None:
     found = nm.path_length(MODEL, batches(64), [START, END], parameters="2.*", reduction="sum")
-    fisher = reference.fisher_matrix(moved(MODEL, between(START, END, 0.5)), lambda m: m(X))[40:, 40:]
+    fisher = reference.reference_matrix(moved(MODEL, between(START, END, 0.5)), lambda m: m(X))[40:, 40:]
     assert float(found) == pytest.approx(float(STEP[40:] @ fisher @ STEP[40:]) ** 0.5, rel=1e-10)
 
 

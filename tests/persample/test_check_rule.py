@@ -258,7 +258,7 @@ class WithMore(nn.Linear):
 
 
 def test_a_module_without_a_rule_is_an_error_that_says_why_and_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="Bilinear has not been entered") as error:
+    with pytest.raises(ValueError, match="Bilinear has not been registered") as error:
         nm.check_rule(nn.Bilinear(2, 3, 4), randn(4, 2))
     assert all(name in str(error.value) for name in known_rules())
     assert "Linear" in known_rules()

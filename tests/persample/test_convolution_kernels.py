@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.triton import convolution, depthwise
 from neuromanifold.kernels.triton.convolution import add_squares
-from neuromanifold.kernels.triton.tiles import HALF, Config, choose
+from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convolution_tiles
 from neuromanifold.persample.gradients import Accumulators
 from neuromanifold.persample.rules.convolution import Convolution
 
-SMALL = Config(16, 16, 16, 4, 2)
+SMALL = ConvolutionTiles(16, 16, 16, 4, 2)
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
@@ -201,11 +201,12 @@ def test_blocks_that_are_chosen(dtype, fourths):
 def test_tiles_fit_the_weight(dtype, fourths):
     """As measured: in 16 bits, wide tiles for wide 1×1 layers, small ones for others; not larger than the weight."""
     wide, stem, narrow = (
-        choose(outs, width, 28**2, 64, 1, dtype, fourths) for outs, width in ((256, 9 * 256), (64, 49 * 4), (24, 144))
+        convolution_tiles(outs, width, 28**2, 64, 1, dtype, fourths)
+        for outs, width in ((256, 9 * 256), (64, 49 * 4), (24, 144))
     )
     if dtype == torch.bfloat16:
-        assert choose(256, 9 * 256, 28**2, 64, 1, dtype, fourths, pointwise=False)[:3] == (64, 64, 128)
-        assert choose(512, 9 * 512, 7**2, 64, 1, dtype, fourths, pointwise=False)[:3] == (64, 64, 64)
+        assert convolution_tiles(256, 9 * 256, 28**2, 64, 1, dtype, fourths, pointwise=False)[:3] == (64, 64, 128)
+        assert convolution_tiles(512, 9 * 512, 7**2, 64, 1, dtype, fourths, pointwise=False)[:3] == (64, 64, 64)
     sides = (64, 64) if dtype == torch.float32 else (128, 64) if fourths else (128, 128)
     assert (wide.block_o, wide.block_i) == sides
     assert stem.block_o == 64
@@ -269,7 +270,7 @@ def test_nothing_comes_of_no_samples():
     [
         {"kernel": (5, 5)},
         {"padding": (0, 1)},
-        {"config": Config(16, 16, 512, 4, 2)},
+        {"config": ConvolutionTiles(16, 16, 512, 4, 2)},
         {"squares": torch.zeros(18, 36, dtype=torch.float64)},
         {"squares": torch.zeros(36, 18).T},
         {"g": torch.zeros(5, 18, 5, 5, dtype=torch.float64)},
@@ -297,7 +298,7 @@ def options_of_padded(problem: Problem) -> dict[str, object]:
 @pytest.mark.parametrize("by_taps", [None, False, True])
 def test_depthwise_gradients(problem, by_taps):
     x, g = padded_data(problem)
-    config = None if by_taps is None else depthwise.Config(16, 8 if by_taps else 7, by_taps, 1)
+    config = None if by_taps is None else depthwise.DepthwiseTiles(16, 8 if by_taps else 7, by_taps, 1)
     found = depthwise.gradients(x, g, **options_of_padded(problem), config=config)
     G = truth(problem, data(problem)[0], g)
     assert found.dtype == torch.float32

@@ -109,13 +109,13 @@ def test_tables_that_a_cuda_graph_reads_are_kept(monkeypatch):
     class OnGPU:
         is_cuda = True
 
-    monkeypatch.setattr(images, "_recorded", {})
+    monkeypatch.setattr(images, "_captured", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     table = OnGPU()
     assert images.kept(table) is table
-    assert not images._recorded
+    assert not images._captured
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert images.kept(images.kept(table)) is table
-    assert list(images._recorded.values()) == [table]
-    with pytest.raises(RuntimeError, match="let the same shapes pass once"):
+    assert list(images._captured.values()) == [table]
+    with pytest.raises(RuntimeError, match="run the same shapes eagerly once"):
         images.offsets((5,), (3,), (3,), (1,), (1,), torch.device("cuda"))

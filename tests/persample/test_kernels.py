@@ -7,12 +7,18 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from neuromanifold.kernels.triton.launch import split_samples
-from neuromanifold.kernels.triton.norms import channel_norm_sums, feature_norm_sums
+from neuromanifold.kernels.triton.norms import launch_channel_norm, launch_feature_norm
 from neuromanifold.kernels.triton.pack import GROUP, Packed, pack
-from neuromanifold.kernels.triton.product import SHARED, Config, _plan, add_squares_of_products, choose
-from neuromanifold.kernels.triton.rows import add_squares_of_rows
+from neuromanifold.kernels.triton.product import (
+    SHARED,
+    ProductTiles,
+    launch_product_squares,
+    product_launch,
+    product_tiles,
+)
+from neuromanifold.kernels.triton.rows import launch_row_squares
 
-SMALL = Config(16, 16, 16, 4, 2, 1)
+SMALL = ProductTiles(16, 16, 16, 4, 2, 1)
 SHAPES = [(5, 7, 20, 33), (1, 16, 16, 16), (3, 1, 5, 4), (4, 40, 17, 16), (2, 33, 3, 50), (6, 70, 9, 9)]  # n, t, o, i
 
 
@@ -35,7 +41,7 @@ def test_products_are_squared_sample_by_sample(shape, dtype, parts):
     n, t, o, i = shape
     left, right = noise(n, t, o, dtype=dtype), noise(n, t, i + 1, dtype=dtype)[..., :-1]
     squares, fourths = torch.ones(o, i), torch.ones(o, i)
-    add_squares_of_products(left, right, squares, fourths, factors=(4.0, 3.0, 0.5), config=SMALL, parts=min(parts, n))
+    launch_product_squares(left, right, squares, fourths, factors=(4.0, 3.0, 0.5), config=SMALL, parts=min(parts, n))
     truth = products(left, right) * 0.5
     assert close(squares, 1 + 4 * truth.square().sum(0))
     assert close(fourths, 1 + 3 * truth.pow(4).sum(0))
@@ -46,27 +52,25 @@ def test_products_are_squared_sample_by_sample(shape, dtype, parts):
 def test_products_without_fourth_powers_and_in_a_fixed_order():
     left, right, squares = noise(5, 20, 18), noise(5, 20, 30), torch.zeros(18, 30)
     for _ in range(2):
-        add_squares_of_products(
-            left, right, squares, factors=(2.0, 9.0, 3.0), config=SMALL, parts=3, deterministic=True
-        )
+        launch_product_squares(left, right, squares, factors=(2.0, 9.0, 3.0), config=SMALL, parts=3, deterministic=True)
     assert close(squares, 2 * 18 * products(left, right).square().sum(0))
 
 
 def test_products_of_any_strides_and_of_nothing():
     left, right = noise(20, 4, 18).transpose(0, 1), noise(1, 20, 30).expand(4, 20, 30)
     squares = torch.zeros(18, 30)
-    add_squares_of_products(left, right, squares)
+    launch_product_squares(left, right, squares)
     assert close(squares, products(left, right).square().sum(0))
     before = squares.clone()
-    add_squares_of_products(left[:0], right[:0], squares)
-    add_squares_of_products(left[:, :0], right[:, :0], squares)
+    launch_product_squares(left[:0], right[:0], squares)
+    launch_product_squares(left[:, :0], right[:, :0], squares)
     assert torch.equal(squares, before)
 
 
 def test_rows_that_are_left_out():
     left, right, squares = noise(4, 20, 18), noise(4, 20, 30), torch.zeros(18, 30)
     skip = noise(4, 18) > 0
-    add_squares_of_products(left, right, squares, skip=skip.to(torch.uint8), config=SMALL)
+    launch_product_squares(left, right, squares, skip=skip.to(torch.uint8), config=SMALL)
     truth = products(left, right) * ~skip[:, :, None]
     assert close(squares, truth.square().sum(0))
 
@@ -96,10 +100,10 @@ def test_packed_products(shape):
     samples = torch.logspace(-12, 3, n)[:, None, None]  # far apart, as gradients of samples are
     left, right = noise(n, t, o) * samples, noise(n, t, i)
     squares, packed = torch.zeros(o, i), [pack(left), pack(right)]
-    add_squares_of_products(*packed, squares, config=SMALL)
+    launch_product_squares(*packed, squares, config=SMALL)
     assert close(squares, products(left, right).square().sum(0), 2e-3)
     first = [Packed(side.values[:1], side.scales[:1]) for side in packed]  # the smallest sample on its own
-    add_squares_of_products(*first, squares.zero_(), config=SMALL)
+    launch_product_squares(*first, squares.zero_(), config=SMALL)
     assert close(squares, products(left[:1], right[:1]).square().sum(0), 2e-3)
 
 
@@ -108,7 +112,7 @@ def test_packed_products(shape):
 def test_rows_are_added_up_within_a_sample(n, t, d, dtype):
     values, ids = noise(n, t, d, dtype=dtype), torch.randint(0, 6, (n, t), generator=torch.Generator().manual_seed(t))
     squares, fourths = torch.zeros(6, d), torch.zeros(6, d)
-    add_squares_of_rows(values, ids, squares, fourths, (4.0, 3.0, 0.5))
+    launch_row_squares(values, ids, squares, fourths, (4.0, 3.0, 0.5))
     own = torch.zeros(n, 6, d, dtype=torch.float64)
     for sample in range(n):
         own[sample].index_add_(0, ids[sample], values[sample].double() * 0.5)
@@ -122,7 +126,7 @@ def test_rows_are_added_up_within_a_sample(n, t, d, dtype):
 def test_sums_over_normalised_features(shape, centred, dtype):
     x, g = noise(*shape, dtype=dtype) * 2 + 3, noise(*shape[1:], shape[0], dtype=dtype).movedim(-1, 0)
     g = g.contiguous()
-    scale, shift = feature_norm_sums(x, g, 1e-5, centred=centred)
+    scale, shift = launch_feature_norm(x, g, 1e-5, centred=centred)
     a = x.double() - (x.double().mean(-1, keepdim=True) if centred else 0.0)
     hat = a * (a.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     assert close(scale, (hat * g.double()).sum(1), 1e-5)
@@ -134,7 +138,7 @@ def test_sums_over_normalised_features(shape, centred, dtype):
 def test_sums_over_normalised_channels(shape, dtype):
     x, g = noise(*shape, dtype=dtype) + 3, noise(*shape, dtype=dtype).flip(0)
     mean, variance = noise(shape[1]) + 3, noise(shape[1]).square()
-    scale, shift = channel_norm_sums(x, g, mean, variance, 0.1)
+    scale, shift = launch_channel_norm(x, g, mean, variance, 0.1)
     hat = (x.double() - mean.double()[:, None]) * (variance.double()[:, None] + 0.1).rsqrt()
     assert close(scale, (hat * g.double()).sum(2), 1e-5)
     assert close(shift, g.double().sum(2), 1e-5)
@@ -151,8 +155,10 @@ def test_samples_are_split_so_that_every_multiprocessor_works():
 @pytest.mark.parametrize("o", [1, 70, 768, 50257])
 @pytest.mark.parametrize("fourths", [False, True])
 def test_tiles_fit_the_memory_of_a_multiprocessor(dtype, t, o, fourths):
-    config = choose(dtype, t, o, 768, fourths)
+    config = product_tiles(dtype, t, o, 768, fourths)
     assert config.outs < 2 * max(16, o)
     assert config.shared(dtype.itemsize) <= SHARED
-    _, _, options = _plan(torch.device("cpu"), dtype, 64, t, o, 768, (False, False, fourths, False), None, None)
+    _, _, options = product_launch(
+        torch.device("cpu"), dtype, 64, t, o, 768, (False, False, fourths, False), None, None
+    )
     assert max(1, options["STEPS"]) * config.shared(dtype.itemsize) <= SHARED

@@ -87,7 +87,7 @@ def test_products_are_squared_sample_by_sample(shape, compiler, monkeypatch):
         monkeypatch.setenv("CC", " ".join(compiler))
     n, t, o, i = shape
     left, right, to = noise(n, t, o), noise(n, t, i), accumulators(o, i, unit=4.0, weight=0.5, scale=2.0)
-    assert square.add_squares_of_products(left, right, to)
+    assert square.call_product_squares(left, right, to)
     assert is_right(to, products(left, right))
     if n > 1:
         assert not close(to.squares, 1 + products(left, right).sum(0).square() / 4, 0.1)  # the batch's square
@@ -97,7 +97,7 @@ def test_products_are_squared_sample_by_sample(shape, compiler, monkeypatch):
 def test_without_fourth_powers():
     left, right, squares = noise(5, 70, 18), noise(5, 70, 30), torch.zeros(18, 30)
     for _ in range(2):
-        assert square.add_squares_of_products(left, right, Accumulators(squares, scale=0.5))
+        assert square.call_product_squares(left, right, Accumulators(squares, scale=0.5))
     assert close(squares, 2 * 4 * products(left, right).square().sum(0))
 
 
@@ -114,14 +114,14 @@ def test_without_fourth_powers():
 )
 def test_any_strides(left, right):
     to = accumulators(18, 30)
-    assert square.add_squares_of_products(left, right, to)
+    assert square.call_product_squares(left, right, to)
     assert is_right(to, products(left, right))
 
 
 @needs_compiler
 def test_groups_of_products():
     left, right, to = noise(3, 4, 10, 12), noise(3, 4, 10, 20), accumulators(48, 20)
-    assert square.add_squares_of_products(left, right, to)
+    assert square.call_product_squares(left, right, to)
     assert is_right(to, products(left, right))
 
 
@@ -131,7 +131,7 @@ def test_gradients_of_any_size_in_their_unit(size):
     left, right = noise(4, 20, 18) * size, noise(4, 20, 30)
     unit = 2.0 ** round(torch.tensor(size * 20**0.5).log2().item())
     to = Accumulators(torch.zeros(18, 30), torch.zeros(18, 30), unit=unit if size < 1 else 1.0, weight=1.0)
-    assert square.add_squares_of_products(left, right, to)
+    assert square.call_product_squares(left, right, to)
     truth = products(left, right)
     if size > 1e-20:  # else squares are below all that float32 has
         assert close(to.squares, truth.square().sum(0))
@@ -143,7 +143,7 @@ def test_gradients_of_any_size_in_their_unit(size):
 def test_nan_and_infinity_stay_where_they_are():
     left, right, to = noise(3, 20, 18), noise(3, 20, 30), accumulators(18, 30)
     left[1, 5, 7], left[2, 3, 9] = torch.nan, torch.inf
-    assert square.add_squares_of_products(left, right, to)
+    assert square.call_product_squares(left, right, to)
     assert to.fourths is not None
     assert to.squares[7].isnan().all()
     assert to.fourths[7].isnan().all()
@@ -161,7 +161,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
         for count in (1, 2, 5):
             torch.set_num_threads(count)
             to = accumulators(50, 90)
-            assert square.add_squares_of_products(left, right, to)
+            assert square.call_product_squares(left, right, to)
             found.append(to)
     finally:
         torch.set_num_threads(threads)
@@ -204,7 +204,7 @@ def test_convolutions(module, space, kind):
 def test_forms_use_it_and_agree_with_torch(monkeypatch):
     left, right = noise(4, 30, 64), noise(4, 30, 96)
     done = []
-    monkeypatch.setattr(square, "_run", lambda *args, run=square._run: done.append(run(*args)) or done[-1])
+    monkeypatch.setattr(square, "_call", lambda *args, run=square._call: done.append(run(*args)) or done[-1])
     natively, by_torch = accumulators(64, 96, unit=4.0), accumulators(64, 96, unit=4.0)
     Product(left, right).add_squares(natively)
     assert done == [True]
@@ -219,16 +219,16 @@ def test_forms_use_it_and_agree_with_torch(monkeypatch):
 def test_what_it_does_not_take(monkeypatch):
     left, right = noise(4, 30, 64), noise(4, 30, 96)
     double = Accumulators(torch.zeros(64, 96, dtype=torch.float64))
-    assert not square.add_squares_of_products(left.double(), right.double(), double)
-    assert not square.add_squares_of_products(left, right, Accumulators(torch.zeros(96, 64).T))
-    assert not square.add_squares_of_products(left[:0], right[:0], accumulators(64, 96))
+    assert not square.call_product_squares(left.double(), right.double(), double)
+    assert not square.call_product_squares(left, right, Accumulators(torch.zeros(96, 64).T))
+    assert not square.call_product_squares(left[:0], right[:0], accumulators(64, 96))
     monkeypatch.setattr(square, "_FILLED", 0.25)
     square._blocks.cache_clear()
-    assert not square.add_squares_of_products(left[..., :1], right[..., :9], accumulators(1, 9))
+    assert not square.call_product_squares(left[..., :1], right[..., :9], accumulators(1, 9))
     monkeypatch.setattr(build, "parallel", lambda: None)
-    assert square.add_squares_of_products(left, right, accumulators(64, 96))  # alone it needs no other threads
+    assert square.call_product_squares(left, right, accumulators(64, 96))  # alone it needs no other threads
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert not square.add_squares_of_products(left, right, accumulators(64, 96))
+    assert not square.call_product_squares(left, right, accumulators(64, 96))
 
 
 def squares_of_a_product() -> bool:
@@ -250,7 +250,7 @@ def test_many_positions_lose_no_accuracy():
     """Of one sign, so that sums grow: added in one go, 300,000 of them would be off by 4e-5."""
     left, right = noise(1, 300_000, 16).abs(), noise(1, 300_000, 32).abs()
     to = accumulators(16, 32)
-    assert square.add_squares_of_products(left, right, to)
+    assert square.call_product_squares(left, right, to)
     assert close(to.squares, products(left, right).square().sum(0), 5e-6)
 
 

@@ -282,7 +282,7 @@ BAD = {
     "granularity": (fisher(granularity="token"), ValueError, "`granularity`.*'auto'.*'token'"),
     "exact by batch": (fisher(estimator=nm.Exact(), granularity="batch"), ValueError, "not a Fisher.*SquaredBatch"),
     "reduction": (fisher(reduction="none"), ValueError, "`reduction`.*'mean'.*'none'"),
-    "rtol": (fisher(rtol=-1), ValueError, "`rtol`.*positive"),
+    "rtol": (fisher(rtol=-1), ValueError, "`rtol`.*a number > 0"),
     "seed": (fisher(seed=-1), ValueError, "`seed`"),
     "seed float": (fisher(seed=0.5), TypeError, "`seed`.*an int"),
     "class_dim": (fisher(class_dim=2), ValueError, r"`class_dim`.*\[32, 3\]"),

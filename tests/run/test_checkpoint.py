@@ -39,8 +39,7 @@ PROBES: dict[str, dict[str, Any]] = {
 
 
 def assert_identical(found: nm.DiagonalFisher, expected: nm.DiagonalFisher) -> None:
-    verified = found.provenance.verified  # a resumed run verifies its first batch once more
-    assert verified >= expected.provenance.verified
+    verified = found.provenance.verified  # a resumed run verifies its first batch, and knows what was excluded
     assert found.provenance == replace(expected.provenance, verified=verified)
     assert (found.count, found.positions) == (expected.count, expected.positions)
     for name in expected:

@@ -71,3 +71,24 @@ def test_error_bars_stay_finite_if_the_first_batches_are_saturated(granularity, 
     sure[:, 0], unsure[:, 0] = 60.0, 0.0
     found = nm.fisher_diagonal(model, [sure] * first + [unsure] * 4, nm.Hutchinson(deflate=0), granularity=granularity)
     assert all(bool(value.isfinite().all()) for value in found.stderr.values())
+
+
+@pytest.mark.parametrize("steps", [0, 300])
+def test_the_relative_error_of_deflated_probes_has_the_right_size(steps: int) -> None:
+    """After training one eigenvalue dominates, and standard errors are wide bounds: that twin does not pass."""
+    model, data = network(), inputs(4, 64, 6)
+    labels = data.flatten(0, 1)[:, :5].argmax(1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data.flatten(0, 1)), labels).backward()
+        optimizer.step()
+    exact = nm.fisher_diagonal(model, list(data), nm.Exact())
+    runs = [nm.fisher_diagonal(model, list(data), nm.Hutchinson(), seed=seed) for seed in range(100)]
+    total = sum(float(value.sum()) for value in exact.values())
+    errors = {name: torch.stack([run[name] - exact[name] for run in runs]) for name in exact}
+    true = sum(float(error.square().mean(0).sqrt().sum()) for error in errors.values()) / total
+    found = sum(run.relative_error for run in runs) / len(runs)
+    bound = sum(run.trace.stderr / run.trace.value for run in runs) / len(runs)
+    assert 0.75 < found / true < 1.3
+    assert not steps or bound / true > 1.3

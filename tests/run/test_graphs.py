@@ -1,4 +1,4 @@
-"""When batches are captured, replayed, compared and run eagerly; on a GPU: benchmarks/gpu/behaviour.py."""
+"""When batches are captured, replayed, compared and run eagerly; on a GPU: benchmarks/gpu_session.py."""
 
 import itertools
 from collections.abc import Callable

@@ -236,7 +236,7 @@ def test_traps(name: str, estimator: nm.Estimator) -> None:
         if not len(x):
             continue
         if isinstance(estimator, nm.Exact):
-            one = reference.fisher_diagonal(model, lambda m, x=x: m(x))
+            one = reference.reference_diagonal(model, lambda m, x=x: m(x))
         else:
             one = reference.empirical_diagonal(model, lambda m, x=x: m(x), Y[: len(x)])
         expected = {key: value + expected.get(key, 0) for key, value in one.items()}

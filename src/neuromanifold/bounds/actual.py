@@ -1,4 +1,4 @@
-"""Norms of sums over all x, which bound and actual value of section 3 are compared in: exact, or by random products."""
+"""Norms of sums over all x, the actual values of section 3: exact, or estimated by random products."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from neuromanifold.bounds.network import empirical_spectral_error, pair_squares
-from neuromanifold.bounds.norms import Norm, Product, frobenius_norm, spectral_norm
+from neuromanifold.bounds.norms import Norm, frobenius_norm, spectral_norm
 from neuromanifold.bounds.result import Actual
 from neuromanifold.core import Categorical, Core
+from neuromanifold.operators.krylov import Product
 from neuromanifold.operators.operator import FisherOperator, Middle
 from neuromanifold.problem.problem import Problem
 
@@ -17,7 +18,7 @@ _NUMBERS = 2**27  # in blocks of these
 
 
 def exact_norms(gram: Tensor, core: Categorical, labels: Tensor | None, seed: int) -> Actual:
-    """From the inner products [N·C, N·C] of all ∂z_c(x)/∂θ."""
+    """Return norms from the inner products [N·C, N·C] of all ∂z_c(x)/∂θ."""
     upper, lower = pair_squares(gram, core)
     errors = {k + 1: Norm(float(squares.sum()) ** 0.5) for k, squares in enumerate(lower)}
     generator = torch.Generator().manual_seed(seed)
@@ -41,8 +42,9 @@ def estimated_norms(problem: Problem, seed: int, rank: int, classes: int, has_la
         return product, torch.Generator(operator.device).manual_seed(seed + number), operator.precision
 
     def below(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
+        """Return M v without its leading eigenpairs: the metric between F^LR and F."""
         del labels
-        return _below(core, rank, v)
+        return core.matvec(v) - core.spectrum(rank).matvec(v)
 
     found = [Norm(0.0), Norm(0.0)]  # of rank C - 1, F^LR is F
     for number, middle in enumerate((_above, below) if rank < classes - 1 else (_above,)):
@@ -59,21 +61,14 @@ def estimated_norms(problem: Problem, seed: int, rank: int, classes: int, has_la
 
 
 def _above(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
-    """p pᵀ v."""
+    """Return p pᵀ v: the metric between F and F^DG."""
     del labels
     assert isinstance(core, Categorical)
     return core.probs * (core.probs * v).sum(-1, keepdim=True)
 
 
-def _below(core: Core, rank: int, v: Tensor) -> Tensor:
-    """M v without the leading eigenpairs."""
-    values, vectors = core.spectrum(rank)  # [R, k], [R, k, C]
-    along = (vectors @ v[..., None]) * values[..., None]  # [R, k, 1]
-    return core.matvec(v) - (vectors.mT @ along)[..., 0]
-
-
 def _off_label(core: Core, labels: Tensor | None, v: Tensor) -> Tensor:
-    """(M - R(y)) v."""
+    """Return (M - R(y)) v: the metric between F and the empirical Fisher."""
     assert labels is not None
     score = core.score(labels)
     return core.matvec(v) - score * (score * v).sum(-1, keepdim=True)

@@ -17,28 +17,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate import KeptForms, Pass
 from neuromanifold.persample.backward import PerSampleBackward
-from neuromanifold.persample.gradients import Form
 from neuromanifold.persample.gradients.stacks import Flat, Stack, stack
-from neuromanifold.persample.plan import Use
+from neuromanifold.persample.plan import Use, connected
 
 _LEAST = 2**24  # bytes that may be held in any case
-
-
-class _ClassForms:
-    """Keeps the per-sample gradients of one class."""
-
-    def __init__(self) -> None:
-        self.forms: dict[int, Form] = {}
-
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Keep those of parameter number i."""
-        del made_by
-        self.forms[i] = form
-
-    def end_pass(self) -> None:
-        """Each class has one pass, and its own object."""
 
 
 class ClassGradients:
@@ -49,12 +33,13 @@ class ClassGradients:
         self._backward, self._vectorizes, self.passes = backward, vectorizes, 0
         layouts = backward.plan.layouts
         self._sizes = [
-            (set(use.parameters.values()), _bytes(use, layouts[use.key].shared)) for use in backward.uses.found
+            (parameters, sum(_bytes(use, layouts[use.key].shared) for use in uses))
+            for parameters, uses in connected(backward.uses.found)
         ]
 
     @property
     def ordinary(self) -> int:
-        """Bytes that an ordinary backward pass takes, about: modules' outputs, and a gradient for each parameter."""
+        """About how many bytes an ordinary backward pass takes: modules' outputs, and a gradient for each parameter."""
         return max(_LEAST, self.outputs + sum(p.numel() * p.element_size() for p in self._backward.parameters))
 
     @property
@@ -72,7 +57,7 @@ class ClassGradients:
         """
         classes = logits.shape[-1]
         for group in self._groups(classes, self.ordinary // 2 if budget is None else budget):
-            kept = [_ClassForms() for _ in range(classes)]
+            kept = [KeptForms() for _ in range(classes)]
             several = self._vectorizes and logits.dtype.itemsize >= 4
             at_once = self._backward.how_many_at_once(logits, classes) if several else 1
             for start in range(0, classes, at_once):
@@ -86,7 +71,7 @@ class ClassGradients:
     def remaining_stacks(
         self, logits: Tensor, cotangent: Callable[[int], Tensor], n: int, numbers: list[int], scale: float = 1.0
     ) -> dict[int, Flat]:
-        """Return the same of one sample for parameters that autograd does."""
+        """Return the gradients of all classes of one sample, for parameters without a rule, by autograd."""
         found: dict[int, list[Tensor | None]] = {i: [] for i in numbers}
         for c in range(logits.shape[-1]):
             one = torch.zeros_like(logits)
@@ -106,7 +91,7 @@ class ClassGradients:
         """Return sets of parameters whose gradients of all classes fit into the budget; uses of one stay together."""
         groups: list[set[int]] = []
         filled = 0
-        for parameters, size in _connected(self._sizes):
+        for parameters, size in self._sizes:
             if not groups or filled + classes * size > budget:
                 groups.append(set())
                 filled = 0
@@ -116,21 +101,7 @@ class ClassGradients:
 
 
 def _bytes(use: Use, shared: bool) -> int:
-    """Bytes of the gradient at a use, if it is single precision."""
+    """Return the bytes of the gradient at a use, in float32."""
     if use.capture is not None and not shared:
         return 4 * use.capture.shape.numel()
     return sum(4 * site.result.numel() for site in use.sites)
-
-
-def _connected(uses: list[tuple[set[int], int]]) -> list[tuple[set[int], int]]:
-    """Uses that share a parameter, put together."""
-    found: list[tuple[set[int], int]] = []
-    for parameters, size in uses:
-        apart: list[tuple[set[int], int]] = []
-        for others, there in found:
-            if others.isdisjoint(parameters):
-                apart.append((others, there))
-            else:
-                parameters, size = parameters | others, size + there
-        found = [*apart, (parameters, size)]
-    return found

@@ -1,4 +1,4 @@
-"""Gradients of all classes, kept for inner products between samples as long as they are few."""
+"""Gradients of all classes, kept for inner products between samples while they fit into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBERS = 2**26  # of gradients, in the forms that layers have them in
 
 
 class Chunk(NamedTuple):
-    """Some distributions of one batch."""
+    """Gradients of some distributions of one batch."""
 
     rows: Tensor  # their numbers among all, [n]
     stacks: dict[int, Stack]  # by parameter
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
 
 
 class KeptGradients:
-    """Keeps until it would be too much; then it gives up, and lets go of everything."""
+    """Keeps the gradients of all samples up to a limit; beyond it, none."""
 
     def __init__(self, keeps: bool, limited: bool) -> None:
         self.keeps, self._limited = keeps, limited
@@ -30,7 +30,7 @@ class KeptGradients:
         self._numbers = self._rows = 0
 
     def add(self, i: int, one: Stack, index: Tensor, chunk: Chunk) -> None:
-        """Gradients of the samples `index` of a stack."""
+        """Keep the gradients of the samples `index` of a stack."""
         if not self.keeps or not len(index):
             return
         self._numbers += one.numbers * len(index) // max(1, one.samples)
@@ -43,7 +43,7 @@ class KeptGradients:
         chunk.stacks[i] = taken if before is None else _joined(before, taken)
 
     def end_chunk(self, chunk: Chunk, classes: int) -> None:
-        """All parameters of a chunk are there."""
+        """Keep a chunk: the gradients of all of its parameters have been added."""
         self._rows += len(chunk.rows) * classes
         if self._limited and self._rows > _ROWS:
             self.give_up()
@@ -51,7 +51,7 @@ class KeptGradients:
             self._chunks.append(chunk)
 
     def give_up(self) -> None:
-        """Too many."""
+        """Drop all gradients, and keep no more."""
         self.keeps, self._chunks = False, []
 
     def gram(self, classes: int) -> Tensor:
@@ -71,18 +71,18 @@ class KeptGradients:
 
 
 def _joined(a: Stack, b: Stack) -> Stack:
-    """Samples that came one by one, for lack of a rule."""
+    """Return the samples of two stacks as one: those of parameters without a rule come one by one."""
     assert isinstance(a, Flat)
     assert isinstance(b, Flat)
     values = [
         None
         if x is None and y is None
-        else torch.cat([_zeros(y, a) if x is None else x, _zeros(x, b) if y is None else y])
+        else torch.cat([_no_gradients(y, a) if x is None else x, _no_gradients(x, b) if y is None else y])
         for x, y in zip(a.values, b.values, strict=True)
     ]
     return Flat(values, a.shape)
 
 
-def _zeros(like: Tensor | None, stack: Stack) -> Tensor:
+def _no_gradients(like: Tensor | None, stack: Stack) -> Tensor:
     assert like is not None
     return like.new_zeros(stack.samples, *like.shape[1:])

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from neuromanifold.bounds.norms import spectral_norm
 from neuromanifold.core import Categorical
-from neuromanifold.core.sums import square_root
 
 _BLOCK = 2**22  # numbers that are worked on at a time
 _HALVINGS = 60  # of intervals that hold an eigenvalue
 
 
 class Terms(NamedTuple):
-    """What each distribution contributes, in float64; sums over them are the statements."""
+    """The terms of each distribution, in float64, whose sums are the two sides of the statements."""
 
     # Prop. 5 and Cor. 6: traces
     trace: Tensor  # [n]  tr F(x)
@@ -57,20 +56,15 @@ class Terms(NamedTuple):
 
     @classmethod
     def cat(cls, parts: list[Terms]) -> Terms:
-        """Those of several batches."""
+        """Return the terms of several batches as one."""
         return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def eigenpairs(core: Categorical) -> tuple[Tensor, Tensor]:
-    """All C - 1 eigenpairs of M but the zero: λ [n, C-1] descending, and √λ_i v_i as rows [n, C-1, C]."""
-    values, vectors = core.spectrum(core.dim - 1)
-    return values, square_root(values)[..., None] * vectors
-
-
 def network_terms(K: Tensor, core: Categorical, labels: Tensor | None) -> Terms:
-    """All terms for Gram matrices K [n, C, C] and the core at the logits [n, C], in float64."""
+    """Return all terms for Gram matrices K [n, C, C] and the core at the logits [n, C], in float64."""
     p = core.probs
-    values, scaled = eigenpairs(core)  # descending: values[:, i] is the paper's λ_(C-i)
+    spectrum = core.spectrum(core.dim - 1)
+    values, scaled = spectrum.values, spectrum.factor()  # descending: values[:, i] is the paper's λ_(C-i)
     inside = scaled @ K @ scaled.mT  # [n, C-1, C-1]  ⟨√λ_i Jᵀv_i, √λ_j Jᵀv_j⟩
     traces = inside.diagonal(dim1=-2, dim2=-1)
     total = traces.sum(-1)
@@ -111,7 +105,7 @@ def pair_squares(gram: Tensor, core: Categorical) -> tuple[Tensor, Tensor]:
     For Prop. 7 (E = ppᵀ) [n, n], and for Prop. 8 (E the eigenpairs below the k-th) [k, n, n], from the Gram matrix
     [n·C, n·C] of all ∂z_c(x)/∂θ.
     """
-    p, (_, scaled), n = core.probs, eigenpairs(core), core.probs.shape[0]
+    p, scaled, n = core.probs, core.spectrum(core.dim - 1).factor(), core.probs.shape[0]
     whole = gram.view(n, core.dim, n, core.dim)
     along = torch.einsum("nc,ncmd->nmd", p, whole)
     upper = torch.einsum("nmd,md->nm", along, p).square()
@@ -133,7 +127,7 @@ def empirical_spectral_error(gram: Tensor, core: Categorical, labels: Tensor, ge
 
 
 def _eigenvalues(matrices: Tensor) -> Tensor:
-    """Of positive matrices, ascending."""
+    """Return the eigenvalues of positive semidefinite matrices, ascending and >= 0."""
     found: Tensor = torch.linalg.eigvalsh(matrices)
     return found.clamp(min=0)
 
@@ -176,14 +170,14 @@ def _given_label(p: Tensor, labels: Tensor | None, largest: Tensor, top2: Tensor
 
 
 def _label_error(K: Tensor, core: Categorical, labels: Tensor) -> Tensor:
-    """‖Jᵀ(M - R(y))J‖_σ, [n]."""
-    root, difference = _root(K), core.fisher() - core.empirical_fisher(labels)
+    """Return ‖Jᵀ(M - R(y))J‖_σ of each distribution at its label y, [n]."""
+    root, difference = _gram_root(K), core.fisher() - core.empirical_fisher(labels)
     found: Tensor = torch.linalg.eigvalsh(root.mT @ difference @ root).abs().amax(-1)
     return found
 
 
 def _worst_label_error(K: Tensor, core: Categorical) -> Tensor:
-    """max_y ‖Jᵀ(M - R(y))J‖_σ, [n]."""
+    """Return max_y ‖Jᵀ(M - R(y))J‖_σ of each distribution, [n]."""
     step = max(1, _BLOCK // core.dim**2)
     parts = [slice(start, start + step) for start in range(0, len(K), step)]
     found = [_label_errors(K[part], Categorical(core.logits[part])).amax(-1) for part in parts]
@@ -191,13 +185,13 @@ def _worst_label_error(K: Tensor, core: Categorical) -> Tensor:
 
 
 def _label_errors(K: Tensor, core: Categorical) -> Tensor:
-    """‖Jᵀ(M - R(y))J‖_σ for all labels, [n, y].
+    """Return ‖Jᵀ(M - R(y))J‖_σ for all labels, [n, y].
 
     One decomposition K^½ M K^½ = Q diag(a) Qᵀ serves them all: with w = QᵀK^½(e_y - p), the eigenvalues of
     diag(a) - wwᵀ solve Σ_i w_i²/(a_i - λ) = 1.  The left side grows between poles, so intervals are halved that hold
     the only one below zero, and the largest one, which lies between the two largest a_i.
     """
-    root = _root(K)
+    root = _gram_root(K)
     a, Q = torch.linalg.eigh(root.mT @ core.fisher() @ root)  # ascending
     rotated = root @ Q
     squares = (rotated - core.probs[:, None] @ rotated).square()  # [n, y, i]
@@ -215,8 +209,8 @@ def _label_errors(K: Tensor, core: Categorical) -> Tensor:
     return torch.maximum(lowest.abs(), highest.abs())
 
 
-def _root(K: Tensor) -> Tensor:
-    """R with R Rᵀ = K."""
+def _gram_root(K: Tensor) -> Tensor:
+    """Return R with R Rᵀ = K, [n, C, C]."""
     values, vectors = torch.linalg.eigh(K)
     root: Tensor = vectors * values.clamp(min=0).sqrt()[:, None]
     return root

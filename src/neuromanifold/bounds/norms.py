@@ -1,15 +1,15 @@
-"""Norms of a large symmetric matrix that is only known by its products: how far a bound of F is from F."""
+"""Norms of a large symmetric matrix that is only known by its products, such as the distance of a bound from F."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
+from neuromanifold.operators.krylov import Product
+from neuromanifold.operators.stochastic import sign_columns
 
 
 class Norm(NamedTuple):
@@ -27,26 +27,28 @@ def frobenius_norm(product: Product, like: Tensor, sketch: int, probes: int, gen
     products, in blocks of `sketch`.
     """
     size = len(like)
-    sketched = product(_signs(like, min(sketch, size), generator))
+    sketched = product(sign_columns(like, min(sketch, size), generator))
     basis, sizes, _ = torch.linalg.svd(sketched, full_matrices=False)
     basis = basis[:, sizes > 1e3 * torch.finfo(like.dtype).eps * sizes[:1]]  # without directions that are rounding
     exact = float(product(basis).double().square().sum()) if basis.shape[1] else 0.0
-    squares = torch.cat([_squares(product, basis, n, generator) for n in _blocks(probes, sketch)])  # [probes]
+    squares = torch.cat(
+        [_squared_norms_outside(product, basis, n, generator) for n in _block_sizes(probes, sketch)]
+    )  # [probes]
     total = exact + float(squares.mean())
     spread = float(squares.std()) / math.sqrt(probes)
     value = math.sqrt(max(0.0, total))
     return Norm(value, spread / (2 * value) if value else 0.0)
 
 
-def _squares(product: Product, basis: Tensor, columns: int, generator: torch.Generator) -> Tensor:
-    """‖A(I - QQᵀ)ξ‖² for some ξ."""
-    signs = _signs(basis, columns, generator)
+def _squared_norms_outside(product: Product, basis: Tensor, columns: int, generator: torch.Generator) -> Tensor:
+    """‖A(I - QQᵀ)ξ‖² for random signs ξ, [columns]; projected twice, so that Q is left out to rounding."""
+    signs = sign_columns(basis, columns, generator)
     for _ in range(2):
         signs = signs - basis @ (basis.mT @ signs)
     return product(signs).double().square().sum(0)
 
 
-def _blocks(total: int, size: int) -> list[int]:
+def _block_sizes(total: int, size: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
@@ -93,9 +95,3 @@ def _ritz(diagonal: list[float], beside: list[float], after: float) -> Norm:
     values, vectors = torch.linalg.eigh(matrix)
     place = int(values.abs().argmax())
     return Norm(float(values[place].abs()), after * abs(float(vectors[-1, place])))
-
-
-def _signs(like: Tensor, columns: int, generator: torch.Generator) -> Tensor:
-    shape, device = (len(like), columns), generator.device
-    bits = torch.randint(0, 2, shape, generator=generator, device=device, dtype=torch.int8)
-    return (2 * bits - 1).to(like)

@@ -1,4 +1,4 @@
-"""What `fisher_bounds` gives: every statement of section 3 with its bounds and the actual value, as one table."""
+"""The result of `fisher_bounds`: every statement of section 3 with its bounds and the actual value, as one table."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Row(NamedTuple):
         return _ratio(self.lower, self.actual), _ratio(self.actual, self.upper)
 
     def scaled(self, factor: float) -> Row:
-        """Divided by the number of samples, for instance: every quantity is of the first degree."""
+        """Return the row times a factor: every quantity is of the first degree in F."""
         lower, actual, upper = (None if value is None else value * factor for value in self[2:5])
         return self._replace(lower=lower, actual=actual, upper=upper, error=self.error * factor)
 
 
 class Cost(NamedTuple):
-    """What one part of a run took."""
+    """The cost of one part of a run."""
 
     part: str
     passes: int  # backward passes over a batch, or over one sample where there is no rule
@@ -92,7 +92,7 @@ class NetworkBounds:
 
     @property
     def mean(self) -> NetworkBounds:
-        """The view per sample."""
+        """The view per sample: sums divided by the number of samples."""
         return self._view("mean")
 
     @property
@@ -102,7 +102,7 @@ class NetworkBounds:
 
     @property
     def positions(self) -> int:
-        """How many distributions x."""
+        """The number of distributions x: as many as samples, or positions of sequences."""
         return len(self.terms.trace)
 
     @property
@@ -136,7 +136,7 @@ class NetworkBounds:
 
     def __str__(self) -> str:
         header = ("statement", "of", "lower", "actual", "upper", "lower/actual", "actual/upper")
-        table = text_table(header, [_cells(row) for row in self.rows], left=2)
+        table = text_table(header, [_statement_cells(row) for row in self.rows], left=2)
         where = f"{self.count} samples" + (f", {self.positions} positions" if self.positions != self.count else "")
         title = f"{type(self).__name__} ({self.reduction}): {where}, {self.classes} classes"
         costs = "; ".join(f"{cost.part} {cost.passes} passes, {cost.seconds:.3g} s" for cost in self.costs)
@@ -149,7 +149,7 @@ class NetworkBounds:
 
     def plot(self) -> Figure:
         """Every statement as an interval around the actual value, on a logarithmic axis."""
-        from neuromanifold.bounds.picture import plot_rows
+        from neuromanifold.bounds.plot import plot_rows
 
         return plot_rows(self.rows)
 
@@ -165,7 +165,7 @@ class NetworkBounds:
         save_tensors(path, self.terms._asdict(), "bounds", texts)
 
     def to_dict(self) -> dict[str, object]:
-        """The table and what it cost, as JSON can hold it."""
+        """The table and its cost as values that JSON can hold."""
         rows = [{**row._asdict(), "tightness": row.tightness} for row in self.rows]
         numbers = {"count": self.count, "positions": self.positions, "classes": self.classes, "rank": self.rank}
         costs = [cost._asdict() for cost in self.costs]
@@ -185,7 +185,7 @@ class NetworkBounds:
     def _upper(self) -> list[Row]:
         """Prop. 7: terms are positive matrices, so that the norm of their sum is at least that of orthogonal ones."""
         t, quantity = self.terms, "‖F^DG - F‖_F"
-        actual, error = _parts(self.actual.upper_error)
+        actual, error = _value_and_error(self.actual.upper_error)
         lower = math.sqrt(_total(t.upper_error.square()))
         return [
             Row("Prop. 7", quantity, lower, actual, _total(t.upper_bound), error),
@@ -195,7 +195,7 @@ class NetworkBounds:
     def _lower(self, rank: int) -> list[Row]:
         """Prop. 8; the lower bound is that of Prop. 7's proof, for these terms."""
         t, k, quantity = self.terms, rank - 1, f"‖F - F^LR({rank})‖_F"
-        actual, error = _parts(self.actual.lower_errors.get(rank))
+        actual, error = _value_and_error(self.actual.lower_errors.get(rank))
         own = math.sqrt(_total(t.lower_error[:, k].square()))
         return [
             Row(f"Prop. 8, rank {rank}", quantity, None, actual, _total(t.lower_bound[:, k]), error),
@@ -207,7 +207,7 @@ class NetworkBounds:
     def _eFIM(self) -> list[Row]:  # noqa: N802
         t, found = self.terms, []
         if self.has_labels:
-            actual, error = _parts(self.actual.empirical_error)
+            actual, error = _value_and_error(self.actual.empirical_error)
             for name, bound in (
                 ("Prop. 9", t.empirical_bound),
                 ("  centred", t.empirical_centred),
@@ -239,7 +239,7 @@ def _total(values: Tensor) -> float:
     return float(values.sum(dtype=torch.float64))
 
 
-def _parts(norm: Norm | None) -> tuple[float | None, float]:
+def _value_and_error(norm: Norm | None) -> tuple[float | None, float]:
     return (None, 0.0) if norm is None else (norm.value, norm.error)
 
 
@@ -249,10 +249,10 @@ def _ratio(smaller: float | None, larger: float | None) -> float | None:
     return smaller / larger if larger else 1.0  # 0 <= 0
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    actual = _number(row.actual) + (f" ± {row.error:.1g}" if row.error else "")
-    return (row.statement, row.quantity, _number(row.lower), actual, _number(row.upper), *map(_number, row.tightness))
+def _statement_cells(row: Row) -> tuple[str, ...]:
+    actual, lower, upper, *ratios = map(_four_digits, (row.actual, row.lower, row.upper, *row.tightness))
+    return row.statement, row.quantity, lower, actual + (f" ± {row.error:.1g}" if row.error else ""), upper, *ratios
 
 
-def _number(value: float | None) -> str:
+def _four_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"

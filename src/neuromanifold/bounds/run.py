@@ -25,7 +25,7 @@ from neuromanifold.bounds.network import Terms, network_terms
 from neuromanifold.bounds.result import Actual, Cost, Diagonals, NetworkBounds
 from neuromanifold.bounds.splitting import split
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, one_of
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
@@ -91,24 +91,14 @@ def fisher_bounds(
     """
     if likelihood in (Bernoulli, Gaussian):
         _refuse(getattr(likelihood, "__name__", ""))
-    if actual not in ("auto", "exact", "estimate", "none"):
-        raise ValueError(message("actual", "'auto', 'exact', 'estimate' or 'none'", repr(actual)))
+    one_of(actual, "actual", "auto", "exact", "estimate", "none")
     if not isinstance(diagonals, bool):
         raise TypeError(message("diagonals", "True or False", repr(diagonals)))
     rank = integer_in_range(rank, "rank", 1, 10**9, "the lower bound has 1 to C - 1 eigenvectors")
     if max_bytes is not None:
         max_bytes = integer_in_range(max_bytes, "max_bytes", 1, 2**60, "memory for gradients")
     view = check_reduction(reduction)
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings = Settings.of(Exact(), "sample", seed)
     if actual == "estimate":
         problem.repeated()  # refuses a generator
@@ -133,7 +123,7 @@ def fisher_bounds(
 
 
 class _Work:
-    """A run, and what it has found."""
+    """One run over the data: accumulates terms, diagonals, and gradients for norms."""
 
     def __init__(
         self,
@@ -155,15 +145,13 @@ class _Work:
         tensors = list(problem.parameters.values())
         parts = (Exact(Lower(rank)), BelowRank(rank=rank), AboveFull()) if diagonals else ()
         self._sums = {part: DiagonalSums(tensors, fourth_powers=False) for part in parts}
-        self._method, self._validation = (
-            PerSample(problem, settings.estimator, settings.granularity),
-            problem.validation(),
-        )
+        self._method = PerSample(problem, settings.estimator, settings.granularity)
+        self._validation = problem.validation()
         self._generator = torch.Generator(problem.device)
         self._passes = 0  # of Gram matrices and norms
 
     def run(self, progress: bool) -> None:
-        """Go through the data once."""
+        """Go through the data once, and accumulate."""
         with self.problem.session(), self._method.attached():
             for batch in self.problem.batches(progress=progress, description="Fisher bounds"):
                 self._take(batch)
@@ -177,19 +165,19 @@ class _Work:
             raise ValueError(message("data", "an iterable with at least one sample", got, advice))
 
     def _take(self, batch: Batch) -> None:
-        """One batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
+        """Add one batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
         outputs, budget = self._method.forward(batch), self.max_bytes
         if not batch.number:
             self.problem.inspect(batch, outputs)
         logits, gradients = outputs.logits.detach(), self._class_gradients(outputs.logits)
-        room = gradients.ordinary if budget is None else budget
-        samples = max(1, len(logits) * room // max(1, logits.shape[-1] * gradients.outputs))
+        available = gradients.ordinary if budget is None else budget
+        samples = max(1, len(logits) * available // max(1, logits.shape[-1] * gradients.outputs))
         if samples < len(logits) and self.problem.batch_dim == 0:
             del outputs, gradients
             self._method.end_batch()
             if parts := split(self.problem, batch, logits, samples):
                 for part in parts:
-                    self._add(self._method.forward(part), room)
+                    self._add(self._method.forward(part), available)
                 return
             outputs = self._method.forward(batch)
         self._add(outputs, budget)
@@ -200,7 +188,7 @@ class _Work:
         return ClassGradients(self._method.backward, vectorizes)
 
     def _add(self, outputs: Outputs, budget: int | None) -> None:
-        """One batch, or a part of one."""
+        """Add the distributions of a batch, or of a part of one, to terms and diagonals."""
         self.counts.samples += int(outputs.samples)
         self.counts.positions += int(outputs.positions)
         self.counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
@@ -223,7 +211,7 @@ class _Work:
         self._method.end_batch()
 
     def _core(self, outputs: Outputs) -> tuple[Categorical, Tensor | None]:
-        """The distributions that count, in float64, and their labels."""
+        """Return the valid distributions, in float64, and their labels."""
         where = f"Batch {outputs.number} of `data`: "
         core, labels = self.problem.distributions(outputs, self._validation, compact=True)
         if not isinstance(core, Categorical):
@@ -245,7 +233,7 @@ class _Work:
         return precise, labels
 
     def _grams(self, outputs: Outputs, budget: int | None) -> Tensor:
-        """K of the distributions that count, [rows, C, C] in float64 on the CPU."""
+        """Return K of the valid distributions, [rows, C, C] in float64 on the CPU."""
         logits, valid = outputs.logits, outputs.valid
         places = logits.shape[1:-1].numel()
         counts = torch.ones(logits.shape[:-1], dtype=torch.bool) if valid is None else valid.cpu()
@@ -257,7 +245,7 @@ class _Work:
         return K[counts]
 
     def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None) -> Tensor:
-        """K at one position of every sample."""
+        """Return K at one position of every sample, [n, C, C]."""
         gradients, backward, places = self._class_gradients(logits), self._method.backward, logits.shape[1:-1].numel()
         assert backward is not None
 
@@ -281,7 +269,7 @@ class _Work:
         return K / scale**2
 
     def diagonals(self, made_by: dict[Exact, Provenance]) -> Diagonals:
-        """Sums of squares, one upon the other."""
+        """Return the three diagonals: that of F^LR, and each further one by adding squares to the one before."""
         found, total = [], None
         for sums, provenance in zip(self._sums.values(), made_by.values(), strict=True):
             squares = sums.squares
@@ -292,7 +280,7 @@ class _Work:
         return Diagonals(*found)
 
     def norms(self) -> Actual:
-        """Norms of sums over all x."""
+        """Return the norms of sums over all x, exact or estimated, or the reason why there are none."""
         if self.actual == "none":
             return Actual(how="not computed (actual='none')")
         with self._timed("norms of sums"):

@@ -5,12 +5,12 @@ An estimate over J batches with m independent probes each is a mean of n = J·m 
     F̂/F  has mean 1 and standard deviation at most √(2/n)
 
 by the remark on minibatches in section 4 of the paper, *if the batches contribute about equally* to the entry (if not,
-`minibatch_variance_bound` says how many equal ones they are worth).  Where each sample is squared on its own, every
+`minibatch_variance_bound` says how many equal ones they are worth).  With squares per sample, every
 sample counts as a batch.  It holds for Hutchinson's estimate in all its forms; labels drawn from the model have no such
 bound.  And it is about one entry at a time: the worst of a million entries is off by more.
 
-`probes` counts independent probes, as they are drawn where whole batches are squared.  Orthogonal ones, which
-`Hutchinson(probes=m, deflate=0)` draws where each sample is squared on its own, do better than m independent ones;
+`probes` counts independent probes, as they are drawn for squares per batch.  Orthogonal ones, which
+`Hutchinson(probes=m, deflate=0)` draws for squares per sample, do better than m independent ones;
 with deflate=k (1 by default) count m - k, at least 1: k passes are the eigenvectors'.  `orthogonal_variance` is exact.
 
 `method` says what else is assumed, in order to turn a standard deviation into a confidence::
@@ -31,7 +31,7 @@ from typing import Final, Literal
 
 import torch
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message, number_of_passes, one_of
 
 Method = Literal["chi2", "normal", "chebyshev", "cantelli"]
 
@@ -44,8 +44,8 @@ def batches_needed(rtol: float, confidence: float | None = None, probes: int = 1
     Without `confidence`, its standard error is: √(2/(batches·probes)) <= rtol.  With `confidence`, the error itself is
     with at least this probability, under what `method` assumes (see the head of this module).
     """
-    _check_rtol(rtol)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
+    number_of_passes(probes, "probes")
     miss = _miss(method)
     if confidence is None:
         batches = 2 / rtol / rtol / probes
@@ -73,7 +73,7 @@ def expected_rtol(batches: int, probes: int = 1) -> float:
 
     The inverse of `batches_needed`, by the remark on minibatches and its assumption of batches that contribute equally.
     """
-    return math.sqrt(2 / _squares(batches, probes))
+    return math.sqrt(2 / _number_of_squares(batches, probes))
 
 
 def expected_confidence(batches: int, rtol: float, probes: int = 1, method: Method = "chi2") -> float:
@@ -81,8 +81,8 @@ def expected_confidence(batches: int, rtol: float, probes: int = 1, method: Meth
 
     Under what `method` assumes (see the head of this module); a lower bound of it for "chebyshev" and "cantelli".
     """
-    n = _squares(batches, probes)
-    _check_rtol(rtol)
+    n = _number_of_squares(batches, probes)
+    finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
     return 1 - _miss(method)(n, rtol)
 
 
@@ -115,21 +115,12 @@ _METHODS: Final[dict[str, Callable[[int, float], float]]] = {
 
 
 def _miss(method: str) -> Callable[[int, float], float]:
-    if method not in _METHODS:
-        raise ValueError(message("method", "one of " + ", ".join(map(repr, _METHODS)), repr(method)))
-    return _METHODS[method]
+    return _METHODS[one_of(method, "method", *_METHODS)]
 
 
-def _squares(batches: int, probes: int) -> int:
+def _number_of_squares(batches: int, probes: int) -> int:
     integer_in_range(batches, "batches", 1, _MOST, "count them")
-    return batches * integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
-
-
-def _check_rtol(rtol: object) -> None:
-    if isinstance(rtol, bool) or not isinstance(rtol, (int, float)):
-        raise TypeError(message("rtol", "a number such as 0.05", f"{rtol!r} ({type(rtol).__name__})"))
-    if not 0 < rtol < math.inf:
-        raise ValueError(message("rtol", "positive and finite", repr(rtol), "0.05 asks for 5 %."))
+    return batches * number_of_passes(probes, "probes")
 
 
 def _check_reach(squares: float, rtol: float) -> None:

@@ -1,15 +1,17 @@
-"""Taking a batch apart into fewer samples at a time, where the model computes the same for them then."""
+"""Splitting a batch into smaller ones, where the model computes the same for their samples."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import promoted
+from neuromanifold.operators.stochastic import sign_columns
 from neuromanifold.problem.batches import Batch, cut
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.suspicions import same_logits
 
-# What rounding may do to sums that are made in another order, relative to their size.
+# Relative rounding errors of sums that are added in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -25,11 +27,10 @@ def split(problem: Problem, batch: Batch, logits: Tensor, samples: int) -> list[
         rows = slice(start, min(start + samples, total))
         part = cut(batch, total, rows)
         try:
-            with torch.no_grad():
-                same = same_logits(problem, problem.evaluate(part).logits, logits[rows])
+            same = same_logits(problem, problem.outputs(part).logits, logits[rows])
             if not same or (start == 0 and not _same_gradients(problem, batch, part, rows)):
                 return []
-        except Exception:  # whatever the model says to a batch that has been cut in the wrong way
+        except Exception:  # of any kind: the model may fail on a batch that cannot be split like this
             return []
         parts.append(part)
     return parts
@@ -53,10 +54,10 @@ def _same_gradients(problem: Problem, whole: Batch, part: Batch, rows: slice) ->
 
 @torch.no_grad()
 def _sketch(g: Tensor | None) -> Tensor:
-    """The length of a gradient, and its product with random signs."""
+    """Return the length of a gradient, and its product with random signs."""
     if g is None:
         return torch.zeros(2, dtype=torch.float64)
     flat = (g if g.layout == torch.strided else g.to_dense()).flatten().cpu()
-    wide = flat if flat.dtype == torch.float64 else flat.float()
-    bits = torch.randint(0, 2, wide.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    return torch.stack([torch.linalg.vector_norm(wide), wide @ (2 * bits - 1).to(wide)]).double()
+    wide = flat.to(promoted(flat.dtype))
+    signs = sign_columns(wide, 1, torch.Generator().manual_seed(1))[:, 0]
+    return torch.stack([torch.linalg.vector_norm(wide), wide @ signs]).double()

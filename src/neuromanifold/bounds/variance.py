@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import float_tensor, integer_in_range, message
+from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
 from neuromanifold.estimators.orthogonal import own_columns, remainder
@@ -58,7 +58,7 @@ def probe_variance(
     all of them.  2F² - 2 Σ a⁴ is summed as 2 Σ a²·(sum of the other a²), which is never negative and does not cancel.
     """
     a = _checked_columns(columns, noise, granularity)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     squares = a.square().permute(2, 0, 1)  # [p, n, r]
     if granularity == "batch":
         squares = squares.reshape(a.shape[2], 1, a.shape[0] * a.shape[1])  # one sample with all columns
@@ -68,11 +68,7 @@ def probe_variance(
 
 
 def hutchinson_variance(
-    core: Core,
-    jacobian: Tensor,
-    noise: Noise = "rademacher",
-    granularity: Granularity = "batch",
-    probes: int = 1,
+    core: Core, jacobian: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
 ) -> Tensor:
     """Theorem 11: 2F² - 2 Σ_x Σ_y p_y² (∂ℓ_xy/∂θ)⁴ for Rademacher noise, 2F² for Gaussian noise, [P].
 
@@ -86,11 +82,7 @@ def hutchinson_variance(
 
 
 def upper_variance(
-    core: Core,
-    jacobian: Tensor,
-    noise: Noise = "rademacher",
-    granularity: Granularity = "batch",
-    probes: int = 1,
+    core: Core, jacobian: Tensor, noise: Noise = "rademacher", granularity: Granularity = "batch", probes: int = 1
 ) -> Tensor:
     """The proposition on the diagonal core: 2(F^DG)² - 2 Σ_x Σ_y ζ_y² (∂z_y/∂θ)⁴, around F^DG and not F, [P].
 
@@ -155,18 +147,20 @@ def orthogonal_variance(
     its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
     """
     J = _checked(core, jacobian)
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     integer_in_range(deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
     if probes == 1:
         return deflated_variance(core, jacobian, deflate, noise, granularity)
     if probes >= core.rank:
         columns = torch.stack([core.column(i) for i in range(core.rank)])  # [r, n, c]
-        return orthogonal_probe_variance(_along(columns, J), core.rank, noise, granularity)
+        return orthogonal_probe_variance(_derivatives_along(columns, J), core.rank, noise, granularity)
     scaled = own_columns(core, deflate, probes)  # [n, k, c]
     k, (d, mix) = scaled.shape[1], remainder(core, scaled)
     axes = torch.eye(d, dtype=core.dtype, device=core.device)[:, None, :].expand(d, len(J), d)
-    rest = orthogonal_probe_variance(_along(mix(axes), J), probes - k, noise, granularity)
-    return rest + orthogonal_probe_variance(_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity)
+    rest = orthogonal_probe_variance(_derivatives_along(mix(axes), J), probes - k, noise, granularity)
+    return rest + orthogonal_probe_variance(
+        _derivatives_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity
+    )
 
 
 def orthogonal_probe_variance(
@@ -193,7 +187,7 @@ def orthogonal_probe_variance(
     pass is a column: then E[g_x²] = a².
     """
     a = _checked_columns(columns, noise, granularity)
-    m, d = integer_in_range(probes, "probes", 1, 10**9, "one backward pass each"), a.shape[1]
+    m, d = number_of_passes(probes, "probes"), a.shape[1]
     squares = a.square().permute(2, 0, 1)  # [p, n, d]
     if m >= d:
         variance, of_passes = squares.new_zeros(a.shape[2]), squares.mT  # [p], [p, d, n]
@@ -217,8 +211,8 @@ def monte_carlo_variance(core: Core, jacobian: Tensor, granularity: Granularity 
     the paper, whose section 4.1 draws the data instead: it is the lemma of appendix A, carried to the parameters.
     """
     J = _checked(core, jacobian)
-    _check_choice(granularity, "granularity", ("batch", "sample"))
-    integer_in_range(samples, "samples", 1, 10**9, "one backward pass each")
+    one_of(granularity, "granularity", "batch", "sample")
+    number_of_passes(samples, "samples")
     columns = _full_columns(core, J)
     squares = columns.square()
     variance = _variance_of_squared_score(core, J, columns).sum(0)  # [p]
@@ -238,7 +232,7 @@ def minibatch_variance_bound(fisher: Tensor, probes: int = 1) -> Tensor:
         raise ValueError(message("fisher", "of shape [J, P]: batch, parameter", f"shape {list(diagonals.shape)}"))
     if bool((diagonals < 0).any()):
         raise ValueError(message("fisher", "a diagonal of the metric, which is >= 0", "a negative entry"))
-    integer_in_range(probes, "probes", 1, 10**9, "one backward pass each")
+    number_of_passes(probes, "probes")
     return 2 * diagonals.square().sum(0) / probes
 
 
@@ -252,7 +246,7 @@ def cantelli(alpha: float, cv: float = CV_BOUND) -> float:
 
 
 def _full_columns(core: Core, J: Tensor) -> Tensor:
-    """SᵀJ, [n, c, p]."""
+    """Return the derivatives SᵀJ along the columns of the factor S, [n, c, p]."""
     return core.factor_transpose(J.permute(2, 0, 1)).permute(1, 2, 0)
 
 
@@ -264,8 +258,8 @@ def _leading_columns(core: Core, J: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return square_root(values.double())[..., None] * along, rest
 
 
-def _along(vectors: Tensor, J: Tensor) -> Tensor:
-    """The derivatives [n, r, p] along vectors [r, n, c]."""
+def _derivatives_along(vectors: Tensor, J: Tensor) -> Tensor:
+    """Return the derivatives [n, r, p] of the outputs along vectors [r, n, c]."""
     return torch.einsum("rnc,ncp->nrp", vectors.double(), J)
 
 
@@ -280,7 +274,7 @@ def _variance_of_orthogonal_probes(squares: Tensor, m: int, noise: Noise) -> Ten
 
 
 def _without_a_partner(m: int, d: int) -> float:
-    """η of `orthogonal_probe_variance`."""
+    """Return η of `orthogonal_probe_variance`: the weight of a column without a partner."""
     if d % 2:
         return 1 - m / d if m % 2 else m / d
     return 1 - math.gcd(4, d) / d if m % 2 else 0.0
@@ -324,11 +318,6 @@ def _checked_columns(columns: object, noise: object, granularity: object) -> Ten
     if a.ndim != 3:
         expected = "of shape [N, r, P]: sample, column of the factor, parameter"
         raise ValueError(message("columns", expected, f"shape {list(a.shape)}"))
-    _check_choice(noise, "noise", ("rademacher", "gaussian"))
-    _check_choice(granularity, "granularity", ("batch", "sample"))
+    one_of(noise, "noise", "rademacher", "gaussian")
+    one_of(granularity, "granularity", "batch", "sample")
     return a.double()
-
-
-def _check_choice(value: object, argument: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(message(argument, " or ".join(map(repr, choices)), repr(value)))

@@ -123,8 +123,7 @@ class Setup:
         _data("Number of batches, of rows in random order. Default: all.", "--batches", "-n", metavar="N", min=1),
     ] = None
     max_length: Annotated[
-        int | None,
-        _data("Truncate text to N tokens (default: at most 512), audio to N samples.", metavar="N", min=1),
+        int | None, _data("Truncate text to N tokens (default: at most 512), audio to N samples.", metavar="N", min=1)
     ] = None
     mask: Annotated[float, _data("Share of masked tokens, for masked language models.")] = 0.15
     seed: Annotated[int, run_option("Random seed of rows, probes and a new classifier.", metavar="N", min=0)] = 0

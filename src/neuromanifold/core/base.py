@@ -73,7 +73,11 @@ class Core(ABC):
 
     @abstractmethod
     def trace(self) -> Tensor:
-        """tr M, [...].  O(C)."""
+        """The trace tr M of each distribution, [...].  O(C)."""
+
+    @abstractmethod
+    def squared_norm(self) -> Tensor:
+        """‖M‖² = tr M² = Σ λ_i², [...].  O(C)."""
 
     @abstractmethod
     def spectrum(self, k: int) -> Spectrum:

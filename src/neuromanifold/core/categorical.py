@@ -21,7 +21,7 @@ from neuromanifold.core.ties import is_differentiated
 class Categorical(Core):
     """Categorical distributions at logits [..., C], with metric F = diag(p) - p pᵀ (Eq. 3 of the paper).
 
-    F is a graph Laplacian with weights p_i p_j: e spans its kernel and each row sums to zero.  Where a plain formula
+    F is a graph Laplacian with weights p_i p_j: e spans its kernel and each row sums to zero.  Where the usual formula
     would cancel, in the row of the most likely class, the methods below sum the other rows instead, so that results are
     accurate relatively also for a saturated network with p = 1 - 1e-30.
 
@@ -38,7 +38,7 @@ class Categorical(Core):
         self.given = logits  # in the precision that they came in
         if validate and logits.numel() and not logits.is_meta and not _all_finite(logits.detach().amax(-1)):
             raise ValueError(_what_is_wrong(logits))
-        if is_differentiated(logits):  # on record now, whatever mode they are asked for in
+        if is_differentiated(logits):  # differentiable also if they are first read under torch.no_grad()
             self.logits = logits.to(self.dtype)
             self.probs = _softmax(self.logits)
 
@@ -142,6 +142,11 @@ class Categorical(Core):
     def trace(self) -> Tensor:
         """tr F = 1 - ‖p‖² (Theorem 1), [...].  O(C)."""
         return (self.probs * self.complement).sum(-1)
+
+    def squared_norm(self) -> Tensor:
+        """‖F‖² = Σ p_i²(1 - 2p_i) + ‖p‖⁴, [...]: by p_i² (1 - p_i)² on the diagonal and p_i² p_j² elsewhere.  O(C)."""
+        squares = self.probs.square()
+        return (squares * (self.complement.square() - squares)).sum(-1) + squares.sum(-1).square()
 
     def null_vector(self) -> Tensor:
         """v_1 = e/√C with λ_1 = 0 (Theorem 1): adding a constant to all logits changes nothing.  [..., C]."""

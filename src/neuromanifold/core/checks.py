@@ -5,10 +5,15 @@ Every message has the same four parts: which argument, what was expected, what c
 
 from __future__ import annotations
 
+import math
 import operator
+from numbers import Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def message(argument: str, expected: str, got: str, advice: str = "") -> str:
@@ -23,7 +28,7 @@ def float_tensor(value: object, argument: str) -> Tensor:
 
 
 def promoted(dtype: torch.dtype) -> torch.dtype:
-    """The type that a core of this type is evaluated in."""
+    """The precision to compute in: float64 for float64, float32 for every other dtype."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -79,6 +84,32 @@ def integer_in_range(value: object, argument: str, least: int, most: int, why: s
     if not least <= value <= most:
         raise ValueError(message(argument, f"between {least} and {most} ({why})", str(value)))
     return value
+
+
+def one_of(value: T, argument: str, *choices: object) -> T:
+    """The value, if it is one of the choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(message(argument, f"{', '.join(others)} or {last}", repr(value)))
+    return value
+
+
+def random_seed(value: object) -> int:
+    """A seed that torch takes; bool and float are refused."""
+    return integer_in_range(value, "seed", 0, 2**63 - 1, "a seed")
+
+
+def number_of_passes(value: object, argument: str) -> int:
+    """A number of probes or labels, each of which takes a backward pass: at least one."""
+    return integer_in_range(value, argument, 1, 10**9, "one backward pass each")
+
+
+def finite_number(value: object, argument: str, *, positive: bool = False, advice: str = "") -> float:
+    """The value as a float, if it is a finite number >= 0 (> 0 if `positive`); bool is refused."""
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not 0 <= number < math.inf or (positive and not number):
+        raise ValueError(message(argument, "a number > 0" if positive else "a number >= 0", repr(value), advice))
+    return number
 
 
 def sample_shape(generator: object, shape: object) -> torch.Size:

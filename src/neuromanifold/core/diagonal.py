@@ -24,7 +24,7 @@ class DiagonalCore(Core):
 
     @abstractmethod
     def _variance_of_squared_score(self) -> Tensor:
-        """Var(s_i²) [..., C]."""
+        """The variance Var(s_i²) of each squared entry of the score, [..., C]."""
 
     def fisher(self) -> Tensor:
         """M = diag(ζ), dense [..., C, C].  O(C²)."""
@@ -59,8 +59,12 @@ class DiagonalCore(Core):
         return square_root(self.diagonal) * unit
 
     def trace(self) -> Tensor:
-        """Σ ζ_i, [...].  O(C)."""
+        """tr M = Σ_i ζ_i, [...].  O(C)."""
         return self.diagonal.sum(-1)
+
+    def squared_norm(self) -> Tensor:
+        """‖M‖_F² = Σ_i ζ_i², [...].  O(C)."""
+        return self.diagonal.square().sum(-1)
 
     def spectrum(self, k: int) -> Spectrum:
         """The k largest ζ_i, descending, and their unit vectors.  O(C log k), and O(kC) to write the vectors."""

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.core.sums import square_root
 from neuromanifold.core.ties import average_derivatives_over_ties, is_differentiated
 
 # How many elements of [n, k, c] are worked on at once: on a CPU what its cache holds, on a GPU what keeps it busy.
@@ -44,6 +45,16 @@ class Spectrum(NamedTuple):
 
     values: Tensor  # [..., k]
     vectors: Tensor  # [..., k, C], orthonormal rows
+
+    def factor(self) -> Tensor:
+        """√λ_i v_i as rows, [..., k, C]: their outer products add up to `dense()`."""
+        return square_root(self.values)[..., None] * self.vectors
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """The product Σ_i λ_i v_i (v_iᵀ v) with a vector v [..., C].  O(kC)."""
+        with torch.autocast(v.device.type, enabled=False):
+            along = (self.vectors @ v[..., None]) * self.values[..., None]  # [..., k, 1]
+            return (self.vectors.mT @ along)[..., 0]
 
     def dense(self) -> Tensor:
         """The matrix Σ_i λ_i v_i v_iᵀ of shape [..., C, C]."""
@@ -60,7 +71,7 @@ class Roots(NamedTuple):
     regular: Tensor  # [n, k]
 
     def values(self) -> Tensor:
-        """λ [n, k]."""
+        """The eigenvalues λ = pole + unit·offset, [n, k]."""
         return self.pole + self.unit * self.offset
 
     def distances(self, p: Tensor) -> Tensor:
@@ -137,7 +148,7 @@ def blocks(p: Tensor, k: int) -> Iterator[Block]:
 def find_roots(block: Block) -> Roots:
     """The roots of g, differentiable in p.
 
-    Where a derivative is asked for, two steps of Newton are taken on record.  They do not move the root, but they carry
+    Where a derivative is asked for, autograd records two steps of Newton.  They do not move the root, but they have
     its derivatives: those of first order are right after one step, those of second order after two.  (m tied entries
     make m - 1 eigenvalues, which move with the mean of the tie; only their sum has a derivative if m > 2.)
     """

@@ -1,4 +1,4 @@
-"""Derivatives at ties."""
+"""Derivatives of functions of p that pick one of several equal entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 
 def is_differentiated(p: Tensor) -> bool:
-    """Whether a derivative in p is on record, backward or forward."""
+    """Whether p is differentiated, in reverse mode (autograd records it) or in forward mode (it has a tangent)."""
     forward = forward_ad.unpack_dual(p).tangent is not None  # type: ignore[no-untyped-call]
     return forward or (p.requires_grad and torch.is_grad_enabled())
 

@@ -60,16 +60,7 @@ def check(
     """
     batches = integer_in_range(batches, "batches", 1, 10**9, "at least one")
     seed = integer_in_range(seed, "seed", 0, 2**62, "a seed")
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     asked = _asked(estimators)
     taken, note = first(problem, batches)
     return run_check(taken, asked, seed, progress, note)

@@ -63,7 +63,7 @@ class Check:
     def __str__(self) -> str:
         p, count = self.exact.provenance, f"{self.exact.count} samples in {self.exact.provenance.batches} batches"
         title = f"Check of {p.model} on {count}; forward + backward take {1e3 * self.backward_seconds:.3g} ms"
-        table = text_table(_HEADER, [_cells(row) for row in self.rows], left=2)
+        table = text_table(_HEADER, [_check_cells(row) for row in self.rows], left=2)
         said = [line for note in (*self.notes, self.verdict) for line in textwrap.wrap(note, 110)]
         return "\n".join([title, table, *_NOTES, "", *said])
 
@@ -159,7 +159,7 @@ def _error_bars(rows: Sequence[CheckRow]) -> list[str]:
     return [text + "each of them. Over more data error bars get better."]
 
 
-def _cells(row: CheckRow) -> tuple[str, ...]:
+def _check_cells(row: CheckRow) -> tuple[str, ...]:
     target = row.target.split(" (")[0]
     short = "biased" if target.endswith("biased for F") else {"not a Fisher information": "not F"}.get(target, target)
     covered = "-" if row.coverage is None else f"{100 * row.coverage:.0f} %"

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import torch
-
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Hutchinson
 from neuromanifold.persample.accumulate import TraceSums
@@ -124,17 +122,16 @@ def _sizes(outputs: Outputs, columns: int) -> Sizes:
     return Sizes(len(logits), columns, positions, outputs.labels is not None)
 
 
-@torch.no_grad()
 def _evaluations(problem: Problem, batch: Batch, outputs: Outputs) -> tuple[bool, bool | None, str]:
     """Whether the model repeats itself, whether samples leave each other alone, and a note where that is not so."""
-    if not same_logits(problem, problem.evaluate(batch).logits, outputs.logits, outputs.valid):
+    if not same_logits(problem, problem.outputs(batch).logits, outputs.logits, outputs.valid):
         kind = type(problem.model).__name__
         note = f"Two evaluations of the same batch in eval mode differ: something in {kind} is random or has a state. "
         return False, None, note + "No two numbers below are about the same network."
     mixes = samples_influence_each_other(problem, batch, outputs)
     if mixes is not None:
         return True, not mixes, ""
-    why = "samples cannot be cut out of its inputs, or the model fails on fewer samples"
+    why = "samples cannot be cut out of its inputs"
     why = "the first batch has a single sample" if len(outputs.logits) < 2 else why
     return True, None, f"Whether samples influence each other is not known: {why}."
 

@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Waiting and working."""
+        """Seconds for one batch: those spent waiting for the data, and those spent computing."""
         return self.seconds_waiting + self.seconds_working
 
     @property
@@ -110,16 +110,7 @@ def forecast(
     batches to get to replays.
     """
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings = Settings.of(Hutchinson() if estimator is None else estimator, granularity, 0)
     clock = _Clock(problem.device)
 

@@ -6,13 +6,4 @@ from neuromanifold.estimators.exact import Exact
 from neuromanifold.estimators.hutchinson import Hutchinson
 from neuromanifold.estimators.labels import Empirical, MonteCarlo, SquaredBatchGradient
 
-__all__ = [
-    "Empirical",
-    "Estimator",
-    "Exact",
-    "Hutchinson",
-    "Lower",
-    "MonteCarlo",
-    "SquaredBatchGradient",
-    "Upper",
-]
+__all__ = ["Empirical", "Estimator", "Exact", "Hutchinson", "Lower", "MonteCarlo", "SquaredBatchGradient", "Upper"]

@@ -31,7 +31,7 @@ class Estimator(ABC):
     """Whether the data's labels are used."""
 
     target: ClassVar[str]
-    """What the estimate is right for on average, in words for people."""
+    """What the expectation of the estimate is, for tables and messages: "exact", "unbiased", "biased (why)"."""
 
     noise_factor: ClassVar[float] = 0.0
     """c such that c·E[g⁴] is (at least) the variance of the square g² of one pass: 0 where nothing is random."""
@@ -60,6 +60,14 @@ class Estimator(ABC):
         """
         del alone
         return [self.noise_factor] * self.passes(core)
+
+    def noise_shares(self, core: Core) -> tuple[Tensor, Tensor] | None:
+        """Return Σ Var(g²) and Σ c E[g⁴] over distributions, up to a factor, on average over directions of J.
+
+        Their ratio says how much of the bound c E[g⁴], which holds for any direction, is noise.  None: all of it.
+        """
+        del core
+        return None
 
     @property
     def independent_passes(self) -> bool:

@@ -12,41 +12,39 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.exact import Exact
 
 
 @dataclass(frozen=True)
 class BelowRank(Exact):
-    """F - F^LR(rank): C - 1 - rank passes."""
+    """F - F^LR(rank) from the columns √λ_i v_i of the eigenpairs below: C - 1 - rank passes."""
 
     rank: int = 1
 
+    @override
     def passes(self, core: Core) -> int:
-        """The eigenpairs that are left."""
         return core.rank - self.rank
 
+    @override
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
-        """√λ_i v_i."""
         del labels, generator
-        values, vectors = core.spectrum(core.rank)
-        scaled = square_root(values)[..., None] * vectors
-        return iter(scaled[..., self.rank :, :].unbind(-2))
+        return iter(core.spectrum(core.rank).factor()[..., self.rank :, :].unbind(-2))
 
 
 @dataclass(frozen=True)
 class AboveFull(Exact):
-    """F^DG - F for a categorical core: one pass."""
+    """F^DG - F for a categorical core, whose only column is p: one pass."""
 
+    @override
     def passes(self, core: Core) -> int:
-        """Rank one."""
         del core
         return 1
 
+    @override
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
-        """The probabilities."""
         del labels, generator
         assert isinstance(core, Categorical)
         return iter([core.probs])

@@ -16,7 +16,7 @@ BLOCK = 2**22  # numbers in a block of columns: 16 MiB in float32
 
 
 class Mixer(NamedTuple):
-    """What turns noise into a cotangent, with everything that does not depend on the noise computed once."""
+    """A map from noise to a cotangent; all that does not depend on the noise is computed once."""
 
     noise_dim: int  # how many random numbers it takes
     mix: Callable[[Tensor], Tensor]
@@ -27,11 +27,11 @@ class Upper:
     """The upper envelope diag(ζ): ζ = p for a categorical core, the metric itself for independent outputs."""
 
     def size(self, core: Core) -> int:
-        """As many columns as outputs."""
+        """The number of columns: one for each output."""
         return core.dim
 
     def columns(self, core: Core) -> Iterator[Tensor]:
-        """√ζ_y e_y."""
+        """Yield √ζ_y e_y for each output y, [..., C]."""
         roots = square_root(core.upper_envelope())
         for y in range(core.dim):
             column = roots.new_zeros(roots.shape)
@@ -39,7 +39,7 @@ class Upper:
             yield column
 
     def mixer(self, core: Core) -> Mixer:
-        """ξ [..., C] to √ζ∘ξ."""
+        """Return the map from ξ [..., C] to √ζ∘ξ."""
         roots = square_root(core.upper_envelope())
         return Mixer(core.dim, lambda xi: roots * xi)
 
@@ -58,17 +58,13 @@ class Lower:
         return min(self.rank, core.rank)
 
     def columns(self, core: Core) -> Iterator[Tensor]:
-        """√λ_i v_i."""
-        return iter(self._scaled_vectors(core).unbind(-2))
+        """Return √λ_i v_i for each of the leading eigenpairs, [..., C]."""
+        return iter(core.spectrum(self.size(core)).factor().unbind(-2))
 
     def mixer(self, core: Core) -> Mixer:
-        """ξ [..., k] to Σ_i √λ_i v_i ξ_i."""
-        scaled = self._scaled_vectors(core)
+        """Return the map from ξ [..., k] to Σ_i √λ_i v_i ξ_i."""
+        scaled = core.spectrum(self.size(core)).factor()
         return Mixer(scaled.shape[-2], lambda xi: (xi[..., None] * scaled).sum(-2))
-
-    def _scaled_vectors(self, core: Core) -> Tensor:
-        values, vectors = core.spectrum(self.size(core))
-        return square_root(values)[..., None] * vectors  # [..., k, C]
 
 
 Envelope = Upper | Lower

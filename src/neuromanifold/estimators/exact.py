@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core import Core
 from neuromanifold.estimators.base import Estimator
@@ -19,7 +20,7 @@ class Exact(Estimator):
     """F = Σ_x Σ_r (Jᵀ S_r)(Jᵀ S_r)ᵀ over the columns of a factor; F^DG with Upper(), F^LR(k) with Lower(k) (Prop. 5).
 
     Deterministic and without error.  C - 1 passes for F itself with C classes, C for the upper envelope, k for the
-    lower one.  The columns are fixed and not centred, so each sample must be squared on its own.
+    lower one.  The columns are fixed and not centred, so gradients must be squared per sample.
     """
 
     envelope: Envelope | None = None
@@ -34,11 +35,11 @@ class Exact(Estimator):
         """Exact for F, or for the envelope that was asked for."""
         return "exact" if self.envelope is None else f"exact for the envelope {self.envelope}, biased for F"
 
+    @override
     def passes(self, core: Core) -> int:
-        """The rank of the factor."""
         return factor_size(core, self.envelope)
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
-        """The columns of the factor."""
+        """Return the columns of the factor, one for each pass."""
         del labels, generator
         return factor_columns(core, self.envelope)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.envelopes import (
@@ -24,13 +24,7 @@ from neuromanifold.estimators.envelopes import (
     factor_mixer,
     factor_size,
 )
-from neuromanifold.estimators.orthogonal import (
-    orthonormal_noise,
-    own_columns,
-    own_passes,
-    random_signs,
-    remainder,
-)
+from neuromanifold.estimators.orthogonal import orthonormal_noise, own_columns, own_passes, random_signs, remainder
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Probe
 
@@ -41,9 +35,9 @@ Noise = Literal["rademacher", "gaussian"]
 class Hutchinson(Estimator):
     """u = S ξ with white noise ξ: E[u uᵀ] = S Sᵀ, so the squared gradient is unbiased, in one pass for each probe.
 
-    Variance of an entry, for one probe and a batch squared as a whole (Theorem 11; Props. of appendix E for the other
+    Variance of an entry, for one probe and squares per batch (Theorem 11; Props. of appendix E for the other
     cores): 2F² with Gaussian noise, 2F² - 2 Σ a⁴ with Rademacher noise, a the columns' derivatives.  So the coefficient
-    of variation is at most √2 for a batch, √(2/J) for J even batches.
+    of variation is at most √2 for a batch, √(2/J) for J batches that contribute equally.
 
     * `Hutchinson()` is deflated by the leading eigenpair; `Hutchinson(deflate=0)` is the paper's 𝔽.
     * `envelope`: Upper() is the paper's 𝔽^DG, Lower(k) its 𝔽^LR(k); both are unbiased for their envelope, hence biased
@@ -51,7 +45,7 @@ class Hutchinson(Estimator):
     * `deflate=k` adds nothing to the cost and keeps 𝔽 unbiased: u = V√Λ ξ₁ + (I - VVᵀ) S ξ₂ with the k leading
       eigenpairs, which has the small variance of 𝔽^LR(k) on confident models.  At C = 2, k = 1 only a sign is random.
     * `orthogonal`: two or more probes of a distribution are made orthogonal to each other, which makes `probes` one
-      dial from a single pass to the exact metric.  Where each sample is squared on its own, the variance is
+      dial from a single pass to the exact metric.  With squares per sample, the variance is
 
           ∝ (1/m) (d - m)/(d - 1)        with m probes in d dimensions (d = C - 1 for C classes),
 
@@ -59,8 +53,8 @@ class Hutchinson(Estimator):
       Random signs come in pairs of probes that have no noise for an entry that depends on a single inner axis, like
       independent signs; a probe without a partner (m or d odd) adds at most F²/2m² for such an entry.
     * `deflate=k` with two or more orthogonal probes gives leading eigenvectors passes of their own, which have no class
-      noise, and the other passes share what is left.  It is done for those (at most k, at most m - 1) that carry more
-      than 1/(2m-1) of the trace on average over the batch: for nearly even predictions a pass is better spent on all.
+      noise, and the other passes share what is left.  It is done for those (at most k, at most m - 1) with more
+      than 1/(2m-1) of the trace on average over the batch: for near-uniform predictions none of them is worth a pass.
       `bounds.orthogonal_variance` is the exact variance.
     * `orthogonal=False` draws independent probes, with 1/m of the variance of one.  Where whole batches are squared
       (`granularity="batch"`), this is done in any case: cross terms between samples are most of the noise there, and
@@ -81,10 +75,9 @@ class Hutchinson(Estimator):
         check_envelope(self.envelope)
         if self.deflate is None:
             object.__setattr__(self, "deflate", 1 if self.envelope is None else 0)
-        integer_in_range(self.probes, "probes", 1, 10**9, "one backward pass each")
+        number_of_passes(self.probes, "probes")
         integer_in_range(self.deflate, "deflate", 0, 10**9, "how many leading eigenpairs")
-        if self.noise not in ("rademacher", "gaussian"):
-            raise ValueError(message("noise", "'rademacher' or 'gaussian'", repr(self.noise)))
+        one_of(self.noise, "noise", "rademacher", "gaussian")
         if self.deflate and self.envelope is not None:
             advice = "An envelope has no remainder to deflate; leave out one of the two."
             raise ValueError(message("deflate", "0 for an envelope", f"{self.deflate} with {self.envelope}", advice))
@@ -101,7 +94,7 @@ class Hutchinson(Estimator):
         return min(self.probes, factor_size(core, self.envelope)) if self._together else self.probes
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
-        """S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
+        """Yield S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
         del labels
         fused = self.fused(core, generator)
         if fused is not None:
@@ -163,13 +156,25 @@ class Hutchinson(Estimator):
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
         return [0.0] * own + [self.noise_factor * left] * m
 
+    def noise_shares(self, core: Core) -> tuple[Tensor, Tensor] | None:
+        """Return Σ (tr M)² - ‖M‖² and Σ (tr M)² for independent probes along eigenvectors.
+
+        With signs along eigenvectors and a row of J that has no preferred direction, q_i = λ_i times a squared normal
+        number: Var(g²) = 2 E[(Σq)² - Σq²] = 2((tr M)² - ‖M‖²), and E[g⁴] = E[3(Σq)² - 2Σq²] = 3(tr M)².  Where one
+        eigenvalue dominates, as for confident predictions, next to nothing of the bound (2/3) E[g⁴] is noise.
+        """
+        if self._together or not self._eigenpairs or self.noise != "rademacher":
+            return None
+        squares = core.trace().double().square()
+        return (squares - core.squared_norm().double()).sum(), squares.sum()
+
     @property
     def independent_passes(self) -> bool:
-        """Not if they are orthogonal."""
+        """Whether the probes of a batch are drawn independently: not if they are orthogonal."""
         return not self._together
 
     def for_batches(self) -> Hutchinson:
-        """With independent probes: cross terms between samples shrink with their number, however many there are."""
+        """The same with independent probes: the more of them, the smaller are cross terms between samples."""
         return replace(self, orthogonal=False)
 
     @property

@@ -39,7 +39,7 @@ def complement(directions: Tensor) -> Isometry:
     for i, x in enumerate(directions.unbind(-2)):
         for mirror in mirrors:
             x = _reflect(x, mirror)
-        x = torch.where(classes < i, 0.0, x)  # done with by the reflections before
+        x = torch.where(classes < i, 0.0, x)  # zero after the reflections before, apart from rounding
         x = divide(x, euclidean_norm(x)[..., None])
         sign = torch.where(x[..., i : i + 1] < 0, -1.0, 1.0)
         y = x + sign * (classes == i)

@@ -77,8 +77,7 @@ def leading_columns(core: Core, k: int) -> Tensor:
     """√λ_i v_i of the k leading eigenpairs, [..., k, C]; k may be 0.  O(kC)."""
     if not k:
         return torch.zeros((*core.batch_shape, 0, core.dim), dtype=core.dtype, device=core.device)
-    values, vectors = leading(core, k).spectrum
-    return square_root(values)[..., None] * vectors
+    return leading(core, k).spectrum.factor()
 
 
 def remainder(core: Core, scaled: Tensor) -> Mixer:

@@ -60,7 +60,7 @@ def load_data(
     if batches is not None:
         integer_in_range(batches, "batches", 1, 10**12, "how many batches")
     if is_function_name(source):
-        return _from_function(source, batches)
+        return _data_from_function(source, batches)
     parameter = next(iter(model.module.parameters()), None)
     if parameter is None:
         raise LoadError(message("model", "a module with parameters", "one without"))
@@ -132,7 +132,7 @@ def _choose_rows(
     return rows, empty
 
 
-def _from_function(source: str, batches: int | None) -> FunctionData:
+def _data_from_function(source: str, batches: int | None) -> FunctionData:
     """Call the function once, or for every pass if it returns an iterator."""
     found = find_function(source, "data")
     returned: Any = found() if callable(found) else found

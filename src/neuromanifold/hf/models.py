@@ -14,17 +14,12 @@ import torch
 from torch import nn
 
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, random_seed
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
 from neuromanifold.problem.validation import Likelihood
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _PICKLE_ADVICE = "A pickle can run any code, so none is read. Convert it: model.save_pretrained(folder)."
 _ADAPTER = "adapter_model.safetensors"
@@ -93,8 +88,8 @@ def load_model(
     """Load a model in eval mode, together with its likelihood and what `load_data` needs to collate its inputs.
 
     Args:
-        source: a folder with config.json and *.safetensors, a name on the hub, or `package.module:function`, where the
-            function takes no arguments and returns a module.
+        source: a folder with `config.json` and `*.safetensors`, a name on the hub, or `package.module:function`, where
+            the function takes no arguments and returns a module.
         task: text, tokens, image, audio, causal, seq2seq or masked; by default what the config's architecture does.
         adapter: a PEFT adapter, a folder or a name on the hub; only its parameters are then trainable.
         classes: initialize a classifier of so many classes, with `seed`, where the checkpoint has none.
@@ -106,13 +101,13 @@ def load_model(
 
     """
     wanted, target, source = _as_task(task), as_device(device), str(source)
-    integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    random_seed(seed)
     if dtype is not None and dtype not in DTYPES:
         raise LoadError(message("dtype", f"one of {', '.join(DTYPES)}", repr(dtype)))
     if classes is not None:
         integer_in_range(classes, "classes", 1, 10**7, "outputs of the classifier")
     if is_function_name(source):
-        loaded = _from_function(source, wanted, classes, adapter)
+        loaded = _model_from_function(source, wanted, classes, adapter)
     else:
         dtype = dtype or "float32"
         loaded = _from_pretrained(source, wanted, adapter, classes, DTYPES[dtype], seed, revision)
@@ -154,7 +149,7 @@ def _task_of(architectures: list[str], source: str) -> Task:
     raise LoadError(message("model", "a classifier or a language model", got, advice))
 
 
-def _from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
+def _model_from_function(source: str, task: Task | None, classes: int | None, adapter: str | None) -> LoadedModel:
     if classes is not None or adapter is not None:
         option = "classes" if classes is not None else "adapter"
         raise LoadError(message(option, "left out for module:function", "both", "Let the function do it."))

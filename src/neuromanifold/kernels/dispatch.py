@@ -78,7 +78,7 @@ def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
         return None
     if _backend("deflated_probe", logits, noise) != "c":
         return None
-    return probe.deflated_probe(logits, noise)
+    return probe.call_deflated_probe(logits, noise)
 
 
 def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip: Tensor | None = None) -> bool:
@@ -91,7 +91,7 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     backend = _backend("add_squares_of_products", left, right)
     if backend == "c":
         left, right = left.to(to.squares.dtype), right.to(to.squares.dtype)
-        return skip is None and square.add_squares_of_products(left, right, to)
+        return skip is None and square.call_product_squares(left, right, to)
     if backend is None or left.ndim != 3:
         return False
     from neuromanifold.kernels.triton import product  # needs Triton
@@ -103,7 +103,7 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     left, right = (_last_contiguous(side.to(dtype)) for side in (left, right))
     packs = dtype == torch.float32 and tf32_products()
-    product.add_squares_of_products(
+    product.launch_product_squares(
         pack(left) if packs else left,
         pack(right) if packs else right,
         to.squares,
@@ -126,7 +126,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
         slid, fixed = (image.transpose(1, 2).to(to.squares.dtype) for image in (slid, fixed))
         (kernel, stride, padding, dilation), groups = windows[:4], windows.groups
         with_rows = Windows((1, *kernel), (1, *stride), (0, *padding), (1, *dilation), groups)
-        return square.add_squares_of_convolution(slid, fixed, to, with_rows)
+        return square.call_convolution_squares(slid, fixed, to, with_rows)
     if backend is None or slid.shape[1] != 1:
         return False
     from neuromanifold.kernels.triton import convolution  # needs Triton
@@ -172,7 +172,7 @@ def add_squares_of_rows(values: Tensor, ids: Tensor, to: Accumulators) -> bool:
     from neuromanifold.kernels.triton import rows  # needs Triton
 
     sums = to.squares, to.fourths, to.kernel_factors
-    rows.add_squares_of_rows(_last_contiguous(values), ids.contiguous(), *sums)
+    rows.launch_row_squares(_last_contiguous(values), ids.contiguous(), *sums)
     return True
 
 
@@ -185,7 +185,7 @@ def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tup
     if not norms.fits_feature_norm(x, g):
         return None
     x, g = (values.reshape(values.shape[0], -1, values.shape[-1]) for values in (x, g))
-    return norms.feature_norm_sums(x, g, eps, centred=centred)
+    return norms.launch_feature_norm(x, g, eps, centred=centred)
 
 
 def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
@@ -196,7 +196,7 @@ def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps:
 
     x, g = (values.contiguous() for values in (x, g))
     x, g = (values.flatten(2) if values.ndim > 2 else values[..., None] for values in (x, g))
-    return norms.channel_norm_sums(x, g, mean, variance, eps)
+    return norms.launch_channel_norm(x, g, mean, variance, eps)
 
 
 def add_powers(
@@ -208,7 +208,7 @@ def add_powers(
     """
     if squares.dtype != torch.float32 or _backend("add_powers", squares, *values) != "c":
         return False
-    return powers.add_powers(values, scale, weight, squares, fourths)
+    return powers.call_powers(values, scale, weight, squares, fourths)
 
 
 def tf32_products() -> bool:

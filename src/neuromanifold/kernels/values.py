@@ -1,10 +1,11 @@
-"""What kernels add to and what they return."""
+"""Arguments and results of kernels, and tables of positions that backends share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 BOUND = 2.0**60
@@ -12,7 +13,7 @@ BOUND = 2.0**60
 
 
 class Accumulators(NamedTuple):
-    """Where squares of one parameter go: Σ g², and in units of `unit` weighted Σ g⁴ for the error bars."""
+    """The sums of one parameter: Σ g², and for the error bars weighted Σ g⁴ in units of `unit`."""
 
     squares: Tensor
     fourths: Tensor | None = None
@@ -79,3 +80,23 @@ class Windows(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+
+def flat_positions(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Σ_d position_d · stride_d for all positions of a shape, flat, int64."""
+    total = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        total = total[..., None] + torch.arange(size) * stride
+    return total.flatten()
+
+
+def source_positions(
+    space: Sequence[int], counts: Sequence[int], steps: Sequence[int], padding: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """Where positions p·step - padding, p < counts, lie in an image with these strides: flat, int64, -1 outside."""
+    total, outside = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.bool)
+    for size, count, step, amount, stride in zip(space, counts, steps, padding, strides, strict=True):
+        at = torch.arange(count) * step - amount
+        total = total[..., None] + at * stride
+        outside = outside[..., None] | (at < 0) | (at >= size)
+    return total.masked_fill(outside, -1).flatten()

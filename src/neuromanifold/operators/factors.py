@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.core.checks import integer_in_range, message, one_of, promoted
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.operators.factors_result import FisherFactors
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
@@ -70,25 +70,13 @@ def fisher_factors(
 
     """
     estimator = Hutchinson() if estimator is None else estimator
-    if granularity not in ("batch", "sample"):
-        raise ValueError(message("granularity", "'batch' or 'sample'", repr(granularity)))
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
-    settings, view, layout = (
-        Settings.of(estimator, granularity, seed),
-        check_reduction(reduction),
-        Layout.of(problem.parameters),
-    )
+    one_of(granularity, "granularity", "batch", "sample")
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
+    layout = ParameterLayout.of(problem.parameters)
     device = problem.device if device is None else device
-    stack = _Stack(layout.size, _check_dtype(dtype), device, data, max_bytes)
+    one_of(dtype, "dtype", torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    stack = _Stack(layout.size, dtype, device, data, max_bytes)
     tensors = list(problem.parameters.values())
     rows = GradientRows(tensors, promoted(dtype), stack.take, stack.reserve, stack.after_batch)
     counts = run(problem, settings, rows, LoopOptions(progress))
@@ -96,12 +84,12 @@ def fisher_factors(
 
 
 class _Stack:
-    """Rows as they come; an error before they are too many."""
+    """Keeps rows, and raises before they take more memory than allowed."""
 
     def __init__(
         self, size: int, dtype: torch.dtype, device: torch.device | str, data: Iterable[object], max_bytes: int
     ) -> None:
-        self._rows = [torch.zeros(0, size, dtype=dtype, device=device)]  # of parameters without a use there are none
+        self._rows = [torch.zeros(0, size, dtype=dtype, device=device)]  # parameters that are not used have none
         self._row_bytes = size * dtype.itemsize
         self._limit = integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for all rows")
         self._batches = None
@@ -110,11 +98,11 @@ class _Stack:
         self._count = self._seen = 0
 
     def reserve(self, count: int) -> None:
-        """So many more are about to come."""
+        """Raise if `count` more rows would take too much memory."""
         self._check(self._count + count, "so far")
 
     def take(self, rows: Tensor) -> None:
-        """Keep some rows."""
+        """Keep rows [n, P], in the wanted dtype."""
         self._count += len(rows)
         kept = rows.to(self._rows[0])
         if kept.dtype == torch.float16:
@@ -122,11 +110,11 @@ class _Stack:
         self._rows.append(kept)
 
     def whole(self) -> Tensor:
-        """All rows, [r, P]."""
+        """Return all rows as one tensor [r, P]."""
         return torch.cat(self._rows)
 
     def after_batch(self) -> None:
-        """Once the first batch is done, it can be told how many there will be."""
+        """Raise after the first batch if all batches together would take too much memory."""
         self._seen += 1
         if self._seen == 1 and self._batches is not None:
             self._check(self._count * self._batches, f"for {self._batches} batches like the first")
@@ -141,14 +129,8 @@ class _Stack:
 
 
 def _check_range(rows: Tensor, kept: Tensor) -> None:
-    """Numbers below 1e-7 vanish in float16, those above 65,504 are infinite there."""
+    """Raise if gradients leave the range of float16, which is about 1e-7 to 65,504."""
     before, after = (float(torch.linalg.vector_norm(values, dtype=torch.float32)) for values in (rows, kept))
     if not 0.99 * before <= after <= 1.01 * before:
         got = f"gradients of length {before:.3g} that are of length {after:.3g} in float16"
         raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))
-
-
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise ValueError(message("dtype", "torch.float32, float64, bfloat16 or float16", repr(dtype)))
-    return dtype

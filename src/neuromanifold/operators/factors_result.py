@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
-from neuromanifold.operators.layout import Layout, V
-from neuromanifold.operators.metric import Solution, StoredMetric, not_negative, stored_fields
+from neuromanifold.operators.layout import ParameterLayout, V
+from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import Reduction, TraceEstimate
@@ -32,7 +32,7 @@ class FisherFactors(StoredMetric):
     """
 
     def __init__(
-        self, rows: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction = "mean"
+        self, rows: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction = "mean"
     ) -> None:
         self.rows = rows
         super().__init__(rows, layout, count, provenance, reduction)
@@ -60,7 +60,7 @@ class FisherFactors(StoredMetric):
         return times(left.mT, right) / self._divisor
 
     def diagonal(self) -> dict[str, Tensor]:
-        """F_ii by parameter name."""
+        """Return the diagonal entries F_ii by parameter name."""
         total = torch.zeros(self.layout.size, dtype=self.precision, device=self.device)
         for _, piece in self._pieces(self.precision):
             total += piece.square().sum(0)
@@ -74,7 +74,7 @@ class FisherFactors(StoredMetric):
                 message("patterns", f"such that one of {list(self.layout.shapes)[:3]} matches", str(patterns))
             )
         rows = torch.cat([self._columns(name) for name in names], 1)
-        layout = Layout({name: self.layout.shapes[name] for name in names})
+        layout = ParameterLayout({name: self.layout.shapes[name] for name in names})
         return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
 
     # ------------------------------------------------------------------------------------------------ spectrum
@@ -89,7 +89,7 @@ class FisherFactors(StoredMetric):
 
     @property
     def frobenius_norm(self) -> float:
-        """‖F‖ = ‖G Gᵀ‖."""
+        """The Frobenius norm of F, which is that of G Gᵀ."""
         return float(torch.linalg.vector_norm(self._spectrum)) / self._divisor
 
     def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
@@ -111,7 +111,7 @@ class FisherFactors(StoredMetric):
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I) = P log(damping) + log det(I + G Gᵀ/damping); half of it is the log volume element."""
-        damping = not_negative(damping, "damping", positive=True)
+        damping = finite_number(damping, "damping", positive=True)
         values = self._spectrum / self._divisor
         return float((values / damping).log1p().sum()) + self.layout.size * math.log(damping)
 
@@ -121,7 +121,7 @@ class FisherFactors(StoredMetric):
         In float64, with (damping I + G Gᵀ)⁻¹ from the spectrum of G Gᵀ.  Without damping, or with more rows than
         parameters, by conjugate gradients with `tol` and `maxiter`.
         """
-        damping = not_negative(damping, "damping")
+        damping = finite_number(damping, "damping")
         if not damping or self.rank > self.layout.size:
             return super().solve(rhs, damping, tol, maxiter)
         tol = self._tolerance(tol)
@@ -132,7 +132,7 @@ class FisherFactors(StoredMetric):
         def woodbury(b: Tensor) -> Tensor:
             return (b - self._transposed(left @ (shrunk * (left.mT @ self._multiplied(b))))) / damping
 
-        exact = block.double()  # what is left of b after the subtraction is small as a rule
+        exact = block.double()  # the difference below is mostly much smaller than b
         x = woodbury(exact)
         residual = exact - self._scaled(x) - damping * x
         x = x + woodbury(residual)
@@ -176,20 +176,20 @@ class FisherFactors(StoredMetric):
         return self.rows[:, self.layout.slices[self.provenance.find(name, self.layout.shapes)]]
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows at a time, converted to `dtype`, with the range that they are."""
+        """Yield some rows at a time, converted to `dtype`, and their range."""
         step = max(1, _PIECE // max(1, self.layout.size))
         for start in range(0, self.rank, step):
             rows = slice(start, start + step)
             yield rows, self.rows[rows].to(dtype)
 
     def _multiplied(self, block: Tensor) -> Tensor:
-        """G B, [r, m], for B [P, m]."""
+        """Return G B [r, m] for B [P, m]."""
         if not self.rank:
             return block.new_zeros(0, block.shape[1])
         return torch.cat([times(piece, block) for _, piece in self._pieces(block.dtype)])
 
     def _transposed(self, block: Tensor) -> Tensor:
-        """Gᵀ B, [P, m], for B [r, m]."""
+        """Return Gᵀ B [P, m] for B [r, m]."""
         total = block.new_zeros(self.layout.size, block.shape[1])
         for rows, piece in self._pieces(block.dtype):
             total += times(piece.mT, block[rows])

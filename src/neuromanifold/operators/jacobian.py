@@ -3,10 +3,10 @@
 dual parameters (θ, v) ─► logits (z, Jv) ─► u = M Jv ─► Jᵀu through the graph of z
 
 Where an operation has no forward mode, J v comes from differentiating w ↦ Jᵀw, which is linear in w, once more (double
-backward).  Fused attention and fused recurrent layers have neither, so their plain forms are used then.  Which of these
-methods works is found out on the first batch, and it is held against ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ for random u and v: what
-misses a use of a parameter does not pass.  The same is looked at with the u and v of all batches, at no cost, since
-later ones may do what the first did not.
+backward).  Fused attention and fused recurrent layers have neither, so their unfused forms are used then.  The first
+batch shows which of these methods works: ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ must hold for random u and v, which fails if a use of a
+parameter is missed.  The same is checked with the u and v of all batches, at no cost, since later ones may take other
+branches than the first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ METHODS = ("forward mode", "forward mode, plain kernels", "double backward", "do
 _LARGEST = {False: 0.02, True: 0.3}  # relative discrepancy, in half precision; float32 may be TF32, float64 float32
 _AT_ONCE = {True: 2**20, False: 2**25}  # numbers of a block of vectors, on a CPU; on a GPU
 _MOST = 8  # vectors at once: activations are as many times larger
-_TRIALS = {False: 2, True: 8}  # of a method, in half precision, where a single one could be right by chance
+_CHECKS = {False: 2, True: 8}  # of a method; more in half precision, where a single one could pass by chance
 
 
 class _Whole(nn.Module):
-    """A model, and whatever calls it while its parameters are replaced."""
+    """A model whose parameters are replaced while a function that calls it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class JacobianProducts(Generic[T]):
         self.model, self.names, self.parameters = model, list(parameters), list(parameters.values())
         self.logits_of = logits_of
         self.method = ""
-        """How J v is found; empty before the first batch."""
+        """How J v is computed; empty before the first batch."""
 
         self.several = True
-        """Whether blocks of vectors go through the model at once, as far as is known."""
+        """Whether several vectors go through the model together; False once that has failed."""
 
         self._compared = False  # blocks with single vectors
         self._found = 0.0  # the relative discrepancy on the first batch
@@ -81,11 +81,11 @@ class JacobianProducts(Generic[T]):
         first: Exception | None = None
         for method in METHODS:
             try:
-                trials = [self._discrepancy(evaluate, method, generator) for _ in range(_TRIALS[self._eps() > 1e-4])]
-                found[method] = math.hypot(*trials) / math.sqrt(len(trials))
+                checks = [self._discrepancy(evaluate, method, generator) for _ in range(_CHECKS[self._eps() > 1e-4])]
+                found[method] = math.hypot(*checks) / math.sqrt(len(checks))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever an operation without derivatives throws
+            except Exception as error:  # of any kind: operations without derivatives raise what they like
                 first = first or error
                 continue
             if found[method] <= self._rounding():
@@ -105,9 +105,10 @@ class JacobianProducts(Generic[T]):
     def __call__(
         self, evaluate: Callable[[], T], vectors: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
     ) -> Iterator[tuple[slice, Sequence[Tensor | None], Tensor]]:
-        """The products of m vectors, [m, *shape] for each parameter: some of them at a time, which, and their values.
+        """Yield the products of vectors [m, *shape], a few at a time: their range, the products, and their sizes.
 
-        They come in the same form; None is zero.  With them come ⟨Jv, u⟩ and ‖Jv‖‖u‖ for each, [m, 2], for `compare`.
+        Products have the form of the vectors; None is zero.  Sizes are ⟨Jv, u⟩ and ‖Jv‖‖u‖ of each, [., 2], for
+        `compare`.
         """
         self._look_for_half()
         count = len(vectors[0])
@@ -117,18 +118,18 @@ class JacobianProducts(Generic[T]):
         for start in range(0, count, step):
             group = [v[start : start + step] for v in vectors]
             if len(group[0]) > 1 and self.several:
-                watched = _Watched(middle)
-                together = self._together(evaluate, group, watched)
+                measured = _MeasuredMiddle(middle)
+                together = self._together(evaluate, group, measured)
                 if together is not None and self._agrees(evaluate, group, together, middle):
-                    yield slice(start, start + step), together, watched.sizes()
+                    yield slice(start, start + step), together, measured.sizes()
                     continue
             for i in range(len(group[0])):
-                watched = _Watched(middle)
-                one = self._one(evaluate, self.method, [v[i] for v in group], watched)
-                yield slice(start + i, start + i + 1), [None if g is None else g[None] for g in one], watched.sizes()
+                measured = _MeasuredMiddle(middle)
+                one = self._one(evaluate, self.method, [v[i] for v in group], measured)
+                yield slice(start + i, start + i + 1), [None if g is None else g[None] for g in one], measured.sizes()
 
     def compare(self, vectors: Tensor, products: Tensor, sizes: Tensor) -> None:
-        """Hold ⟨v, Jᵀu⟩ against ⟨Jv, u⟩ over all batches, for v [m, P], their products and the sum of their sizes.
+        """Raise unless ⟨v, Jᵀu⟩ = ⟨Jv, u⟩ over all batches, for v [m, P], their products and the sum of their sizes.
 
         Where v is nearly in the kernel of J both are rounding, of the size of ‖v‖‖Jᵀu‖.
         """
@@ -142,7 +143,7 @@ class JacobianProducts(Generic[T]):
             raise ValueError(message("model", "one with the same derivatives in both modes", got, advice))
 
     def _look_for_half(self) -> None:
-        """Each time: autocast may have been switched on or off since, and logits have been seen."""
+        """Update whether float16 is involved: autocast may have changed, and logits are known after a batch."""
         half = self._half_logits or involves_half(self.model.parameters(), self.parameters[0].device)
         if half != self._half:
             self._half, self._backward = half, BatchBackward(self.parameters, half)
@@ -152,7 +153,7 @@ class JacobianProducts(Generic[T]):
         return max(1, sum(parameter.numel() for parameter in self.parameters))
 
     def _discrepancy(self, evaluate: Callable[[], T], method: str, generator: torch.Generator) -> float:
-        """⟨Jv, u⟩ - ⟨v, Jᵀu⟩ for random u and v, relative to how large these are as a rule."""
+        """Return |⟨Jv, u⟩ - ⟨v, Jᵀu⟩|/‖Jv‖ for random u and v."""
         v = [_normal(parameter, generator) for parameter in self.parameters]
         seen: list[Tensor] = []
 
@@ -169,11 +170,11 @@ class JacobianProducts(Generic[T]):
         return abs(difference) / size if size else float(difference != 0)
 
     def _rounding(self) -> float:
-        """What rounding does to it, in the lowest precision that is used: nothing to look for a better method for."""
+        """Return the discrepancy that rounding explains, in the lowest precision used: no better method is needed."""
         return (16 if self._eps() > 1e-4 else 1e3) * self._eps()
 
     def _largest(self) -> float:
-        """What is still rounding, if no method does better."""
+        """Return the discrepancy that is accepted if no method does better."""
         return _LARGEST[self._eps() > 1e-4]
 
     def _eps(self) -> float:
@@ -189,7 +190,7 @@ class JacobianProducts(Generic[T]):
         together: Sequence[Tensor | None],
         middle: Callable[[T, Tensor], Tensor],
     ) -> bool:
-        """Whether the first product of the first block is that of the vector alone, but for rounding."""
+        """Whether the first product of the first block equals that of the vector alone, up to rounding."""
         if self._compared:
             return True
         self._compared = True
@@ -205,8 +206,8 @@ class JacobianProducts(Generic[T]):
     def _one(
         self, evaluate: Callable[[], T], method: str, v: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
     ) -> list[Tensor | None]:
-        """One vector, in one forward pass."""
-        with _plain_kernels(self.model, "plain" in method):
+        """Return the product of one vector, by one forward pass; v is scaled if float16 is involved."""
+        with _unfused_kernels(self.model, "plain" in method):
             if not self._half:
                 return self._run(evaluate, method, v, middle, 1.0)
             largest = math.hypot(*(float(one.abs().amax()) for one in v if one.numel()))
@@ -227,7 +228,7 @@ class JacobianProducts(Generic[T]):
         middle: Callable[[T, Tensor], Tensor],
         scale: float,
     ) -> list[Tensor | None]:
-        """With v so many times larger inside, against underflow in float16."""
+        """Return the product of v, with v multiplied by `scale` inside the model against underflow in float16."""
         tangents = [(one * scale).to(parameter) for one, parameter in zip(v, self.parameters, strict=True)]
 
         def pull(outputs: T, logits: Tensor, tangent: Tensor) -> list[Tensor | None]:
@@ -258,7 +259,7 @@ class JacobianProducts(Generic[T]):
         return pull(*found)  # outside: inside, tangents would go through the backward pass, too
 
     def _twice(self, logits: Tensor, tangents: Sequence[Tensor]) -> Tensor:
-        """J v as the derivative of ⟨Jᵀw, v⟩ in w."""
+        """Return J v as the derivative of ⟨Jᵀw, v⟩ in w."""
         w = torch.zeros_like(logits, requires_grad=True)
         rows = torch.autograd.grad(logits, self.parameters, w, create_graph=True, allow_unused=True)
         pairs = [(row, one) for row, one in zip(rows, tangents, strict=True) if row is not None and row.requires_grad]
@@ -272,7 +273,7 @@ class JacobianProducts(Generic[T]):
     def _together(
         self, evaluate: Callable[[], T], vectors: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
     ) -> Sequence[Tensor | None] | None:
-        """Several vectors in two forward passes and one backward; None if some operation cannot be vectorised."""
+        """Return the products of several vectors by two forward passes and one backward; None if vmap fails."""
         primals = {f"model.{name}": p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
         stacked = [v.to(p) for v, p in zip(vectors, self.parameters, strict=True)]
 
@@ -286,7 +287,7 @@ class JacobianProducts(Generic[T]):
         try:
             with (
                 warnings.catch_warnings(),
-                _plain_kernels(self.model, "plain" in self.method),
+                _unfused_kernels(self.model, "plain" in self.method),
                 _padding_fixed(self.model),
             ):
                 warnings.simplefilter("ignore")  # of operations that are looped over instead
@@ -299,13 +300,13 @@ class JacobianProducts(Generic[T]):
                 return torch.autograd.grad(
                     logits, self.parameters, cotangents, allow_unused=True, is_grads_batched=True
                 )
-        except Exception:  # whatever cannot be vectorised; one by one it either works or says why not
+        except Exception:  # an operation that cannot be vectorised; a single vector works or raises the real error
             self.several = False
             return None
 
 
-class _Watched(Generic[T]):
-    """What is in the middle, and what goes in and comes out of it."""
+class _MeasuredMiddle(Generic[T]):
+    """A middle function that also records ⟨Jv, u⟩ and ‖Jv‖‖u‖ of what goes in and comes out."""
 
     def __init__(self, middle: Callable[[T, Tensor], Tensor]) -> None:
         self._middle = middle
@@ -319,7 +320,7 @@ class _Watched(Generic[T]):
         return u
 
     def sizes(self) -> Tensor:
-        """⟨Jv, u⟩ and ‖Jv‖‖u‖ for each v, [m, 2]."""
+        """Return ⟨Jv, u⟩ and ‖Jv‖‖u‖ for each v, [m, 2]."""
         return torch.stack(self._sizes)
 
 
@@ -328,7 +329,7 @@ class _OverflowError(RuntimeError):
 
 
 def _load_forward_mode() -> None:
-    """torch prepares some formulas at the first dual number of all, and warns of what it does there itself."""
+    """Make a first dual number, at which torch compiles formulas and warns of its own deprecated calls."""
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore")
         forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]
@@ -340,10 +341,10 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def _plain_kernels(model: nn.Module, plain: bool) -> Iterator[None]:
-    """Attention by matrix products, recurrent layers step by step."""
+def _unfused_kernels(model: nn.Module, unfused: bool) -> Iterator[None]:
+    """Compute attention by matrix products and recurrent layers without cuDNN, if `unfused`."""
     with ExitStack() as stack:
-        if plain:
+        if unfused:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if any(isinstance(module, nn.RNNBase) for module in model.modules()):
                 before = torch.backends.cudnn.enabled
@@ -354,7 +355,7 @@ def _plain_kernels(model: nn.Module, plain: bool) -> Iterator[None]:
 
 @contextmanager
 def _padding_fixed(model: nn.Module) -> Iterator[None]:
-    """Backward passes give a padding row no gradient, but forward mode takes it for an ordinary one: hold it fixed."""
+    """Give padding rows of embeddings no tangent in forward mode, as backward passes give them no gradient."""
 
     def fix(module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         ids = args[0] if args else kwargs["input"]

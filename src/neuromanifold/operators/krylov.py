@@ -70,7 +70,7 @@ def top_eigenpairs(product: Product, start: Tensor, k: int, tol: float, maxiter:
 
 
 def orthonormal(block: Tensor, basis: Tensor | None = None) -> Tensor:
-    """An orthonormal basis of what a block of columns adds to a basis, without directions that are mere rounding."""
+    """Return an orthonormal basis of what a block of columns adds to a basis, without directions of rounding size."""
     if basis is not None and basis.shape[1] >= len(basis):
         return block[:, :0]
     lengths = torch.linalg.vector_norm(block, dim=0, dtype=torch.float64)
@@ -81,8 +81,8 @@ def orthonormal(block: Tensor, basis: Tensor | None = None) -> Tensor:
         if not block.shape[1]:
             return block
         left, sizes, _ = torch.linalg.svd(block, full_matrices=False)
-        room = len(block) - (0 if basis is None else basis.shape[1])
-        block = left[:, sizes > 1e3 * torch.finfo(block.dtype).eps][:, :room]
+        most = len(block) - (0 if basis is None else basis.shape[1])
+        block = left[:, sizes > 1e3 * torch.finfo(block.dtype).eps][:, :most]
     return block
 
 

@@ -20,20 +20,20 @@ V = TypeVar("V", bound=Vector)
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ParameterLayout:
     """Parameters by name, flattened one after the other: θ = (θ_1, ..., θ_P)."""
 
     shapes: dict[str, torch.Size]
 
     def __eq__(self, other: object) -> bool:
         """Whether the same parameters come in the same order, which an equality of dicts ignores."""
-        return isinstance(other, Layout) and list(self.shapes.items()) == list(other.shapes.items())
+        return isinstance(other, ParameterLayout) and list(self.shapes.items()) == list(other.shapes.items())
 
     def __hash__(self) -> int:
         return hash(tuple(self.shapes.items()))
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def of(cls, tensors: Mapping[str, Tensor]) -> ParameterLayout:
         """The layout of tensors by name, in their order."""
         return cls({name: tensor.shape for name, tensor in tensors.items()})
 

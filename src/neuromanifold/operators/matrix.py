@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, one_of
 from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.operators.factors import GIB
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.matrix_result import FisherMatrix
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.parameters import Selection
@@ -67,26 +67,16 @@ def fisher_matrix(
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
         raise ValueError(message("blocks", "None (all of F) or 'layer'", repr(blocks)))
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, "sample", seed), check_reduction(reduction)
-    chosen, layout = problem.parameters, Layout.of(problem.parameters)
+    chosen, layout = problem.parameters, ParameterLayout.of(problem.parameters)
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())
     dtype = (torch.float64 if exact else torch.float32) if dtype is None else dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(message("dtype", "torch.float32 or torch.float64", repr(dtype)))
+    one_of(dtype, "dtype", torch.float32, torch.float64)
     places = _places(layout, blocks)
     _check_size(places, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
-    device = problem.device
-    sums = {name: _zeros(place.stop - place.start, dtype, device) for name, place in places.items()}
+    sizes = {name: place.stop - place.start for name, place in places.items()}
+    sums = {name: torch.zeros(n, n, dtype=dtype, device=problem.device) for name, n in sizes.items()}
 
     def take(rows: Tensor) -> None:
         for name, place in places.items():
@@ -102,12 +92,8 @@ def fisher_matrix(
     return FisherMatrix(sums, layout, counts.samples, make_provenance(problem, settings, counts), view)
 
 
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(size, size, dtype=dtype, device=device)
-
-
-def _places(layout: Layout, blocks: str | None) -> dict[str, slice]:
-    """Where each block lies among the parameters."""
+def _places(layout: ParameterLayout, blocks: str | None) -> dict[str, slice]:
+    """Return the range of indices of each block in the vector of all parameters."""
     if blocks is None:
         return {"": slice(0, layout.size)}
     slices = {name: [layout.slices[one] for one in names] for name, names in layout.layers().items()}
@@ -115,7 +101,7 @@ def _places(layout: Layout, blocks: str | None) -> dict[str, slice]:
 
 
 def _check_size(places: dict[str, slice], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
-    """Refuse, with a forecast."""
+    """Raise if the matrix would take more bytes than `limit`, and say how many."""
     sizes = {name: (place.stop - place.start) ** 2 * dtype.itemsize for name, place in places.items()}
     if sum(sizes.values()) <= limit:
         return

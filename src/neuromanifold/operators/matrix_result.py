@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.operators.krylov import Eigenpairs, times
-from neuromanifold.operators.layout import Layout, V
-from neuromanifold.operators.metric import Solution, StoredMetric, not_negative, stored_fields
+from neuromanifold.operators.layout import ParameterLayout, V
+from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
@@ -31,7 +32,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
     def __init__(
         self,
         blocks: dict[str, Tensor],
-        layout: Layout,
+        layout: ParameterLayout,
         count: int,
         provenance: Provenance,
         reduction: Reduction = "mean",
@@ -50,14 +51,14 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         return len(self.blocks)
 
     def dense(self) -> Tensor:
-        """F, [P, P]."""
+        """Return all of F as one matrix [P, P], with zeros between blocks."""
         whole = torch.zeros(self.shape, dtype=self.precision, device=self.device)
         for name, place in self._places.items():
             whole[place, place] = self[name]
         return whole
 
     def layer(self, name: str) -> FisherMatrix:
-        """The metric of one layer alone: a block of its own, or cut out of the whole, which is the one called ""."""
+        """Return the metric of one layer alone; "" is the whole matrix if there is only one block."""
         layers = {"": list(self.layout.shapes)} if self._is_whole and name == "" else self.layout.layers()
         if name not in layers:
             raise ValueError(message("name", f"one of {list(layers)[:4]} ...", repr(name)))
@@ -68,7 +69,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             slices = [self.layout.slices[parameter] for parameter in kept]
             place = slice(slices[0].start, slices[-1].stop)
             block = self.blocks[""][place, place]
-        return FisherMatrix({"": block}, Layout(kept), self.count, self.provenance, self.reduction)
+        return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
@@ -84,16 +85,16 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         return TraceEstimate(total, bound, self.count, self.provenance, self.reduction)
 
     def diagonal(self) -> dict[str, Tensor]:
-        """F_ii by parameter name."""
+        """Return the diagonal entries F_ii by parameter name."""
         return self.layout.split(torch.cat([block.diagonal() for block in self.blocks.values()]) / self._divisor)
 
     @property
+    @override
     def frobenius_norm(self) -> float:
-        """√(Σ F_ij²)."""
         return math.hypot(*self._norms()) / self._divisor
 
     def eigenvalues(self) -> Tensor:
-        """All eigenvalues, descending, [P]."""
+        """Return all eigenvalues of F, descending, [P]."""
         return torch.cat([values for values, _ in self._spectra.values()]).sort(descending=True).values / self._divisor
 
     def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
@@ -112,7 +113,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I); half of it is the logarithm of the volume element √det."""
-        damping = not_negative(damping, "damping", positive=True)
+        damping = finite_number(damping, "damping", positive=True)
         values = self.eigenvalues().double().clamp(min=0)
         warn_below_rounding(damping, float(values[0]) if len(values) else 0.0, self.precision)
         return float((values + damping).log().sum())
@@ -120,7 +121,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
     def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
         """x with (F + damping I) x = rhs, from the spectrum; without damping the shortest x that fits best."""
         del tol, maxiter
-        damping = not_negative(damping, "damping")
+        damping = finite_number(damping, "damping")
         block, back = self._read(rhs, "rhs")
         x = torch.empty_like(block)
         for name, place in self._places.items():

@@ -1,7 +1,7 @@
 """The Fisher information as a metric tensor: all that follows from its products with vectors.
 
-A subclass defines F B for a block of columns; products, lengths and angles, eigenpairs, solutions, natural gradients
-and estimates of trace, diagonal and log-determinant follow from that.  One that stores F overrides some of them.
+A subclass defines F B for a block of columns.  Products, lengths and angles, eigenpairs, solutions, natural gradients
+and estimates of trace, diagonal and log-determinant follow from that; subclasses that store F override some of them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from neuromanifold.core.checks import integer_in_range, message, promoted
+from neuromanifold.core.checks import finite_number, integer_in_range, message, promoted, random_seed
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
-from neuromanifold.operators.layout import Layout, V, Vector
+from neuromanifold.operators.layout import ParameterLayout, V, Vector
 from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
 from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
@@ -53,7 +53,7 @@ class Metric(ABC):
     and `cg` take it as it is.
     """
 
-    layout: Layout
+    layout: ParameterLayout
     reduction: Reduction
     precision: torch.dtype  # of vectors: float32 or float64
     device: torch.device
@@ -79,7 +79,7 @@ class Metric(ABC):
 
     @property
     def mean(self) -> Self:
-        """The view per sample."""
+        """The view per sample: F divided by the number of samples."""
         return self._view("mean")
 
     @property
@@ -149,7 +149,7 @@ class Metric(ABC):
         k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
         maxiter = integer_in_range(maxiter, "maxiter", 1, 10**9, "products with a block")
         tol = self._tolerance(tol)
-        generator = torch.Generator(self.device).manual_seed(integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed"))
+        generator = torch.Generator(self.device).manual_seed(random_seed(seed))
         columns = min(k + 2, self.layout.size)
         start = torch.randn(self.layout.size, columns, generator=generator, dtype=self.precision, device=self.device)
         found = top_eigenpairs(self._scaled, start, k, tol, maxiter)
@@ -183,10 +183,10 @@ class Metric(ABC):
 
         The standard error is that of the probes; few steps have an error of their own, which it does not show.
         """
-        damping = not_negative(damping, "damping", positive=True)
+        damping = finite_number(damping, "damping", positive=True)
         probes = integer_in_range(probes, "probes", 2, 10**9, "two or more have a spread")
         steps = min(integer_in_range(steps, "steps", 1, 10**9, "products with a block"), self.layout.size)
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         return stochastic_log_determinant(self._scaled, self._like(), damping, probes, steps, seed)
 
     # ------------------------------------------------------------------------------------------------ solutions
@@ -197,7 +197,7 @@ class Metric(ABC):
         F is singular as a rule, so without damping rhs should be in its range, as gradients of log-likelihoods are.  If
         it is not, the iteration ends where only the part in F's kernel is left.
         """
-        damping, tol = not_negative(damping, "damping"), self._tolerance(tol)
+        damping, tol = finite_number(damping, "damping"), self._tolerance(tol)
         maxiter = integer_in_range(maxiter, "maxiter", 1, 10**9, "products with a block")
         block, back = self._read(rhs, "rhs")
         x, residuals, iterations = conjugate_gradients(self._scaled, block, damping, tol, maxiter)
@@ -210,7 +210,7 @@ class Metric(ABC):
     # ------------------------------------------------------------------------------------------------ inside
 
     def _scaled(self, block: Tensor) -> Tensor:
-        """F B in this view."""
+        """Return F B for columns B [P, m], in this view."""
         product = self._product(block)  # before _divisor: an operator learns its count from a product
         return product / self._divisor
 
@@ -225,14 +225,14 @@ class Metric(ABC):
         return self.layout.read(v, argument, self.precision, self.device)
 
     def _one(self, v: Vector, argument: str) -> Tensor:
-        """A single vector as a column [P, 1]; an error for a block of several."""
+        """Return a single vector as a column [P, 1]; a block of several is an error."""
         block: Tensor = self._read(v, argument)[0]
         if block.shape[1] != 1:
             raise ValueError(message(argument, "one vector", f"a block of {block.shape[1]}"))
         return block
 
     def _solution(self, x: V, residuals: Tensor, tol: float, iterations: int = 0) -> Solution[V]:
-        """The solution, with a warning if it is not as accurate as asked for."""
+        """Return the solution, with a warning if its residual exceeds the tolerance."""
         residual = float(residuals.max()) if residuals.numel() else 0.0
         if not residual <= tol:
             how = f"after {iterations} iterations of conjugate gradients" if iterations else "in closed form"
@@ -248,7 +248,7 @@ class Metric(ABC):
 
     def _stochastic(self, method: str, products: int, seed: int) -> tuple[Estimate, Estimate]:
         products = check_method(method, products)
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         return stochastic_diagonal(self._scaled, self._like(), method, products, seed)
 
     def _like(self) -> Tensor:
@@ -257,7 +257,7 @@ class Metric(ABC):
     def _tolerance(self, tol: float | None) -> float:
         if tol is None:
             return math.sqrt(torch.finfo(self.precision).eps)
-        return not_negative(tol, "tol")
+        return finite_number(tol, "tol")
 
 
 class StoredMetric(Metric, Scalable):
@@ -265,20 +265,22 @@ class StoredMetric(Metric, Scalable):
 
     provenance: Provenance
 
-    def __init__(self, like: Tensor, layout: Layout, count: int, provenance: Provenance, reduction: Reduction) -> None:
+    def __init__(
+        self, like: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction
+    ) -> None:
         self.layout, self.provenance, self.reduction = layout, provenance, reduction
         self.precision, self.device = promoted(like.dtype), like.device
         self._count = count
 
     @property
+    @override
     def count(self) -> int:
-        """The number of samples that F is a sum over."""
         return self._count
 
     @property
     @abstractmethod
     def frobenius_norm(self) -> float:
-        """√(Σ F_ij²)."""
+        """The Frobenius norm √(Σ F_ij²)."""
 
     @property
     def effective_rank(self) -> float:
@@ -292,15 +294,7 @@ class StoredMetric(Metric, Scalable):
         save_tensors(path, tensors, kind, {**head, "provenance": self.provenance.to_json()})
 
 
-def stored_fields(head: dict[str, Any]) -> tuple[Layout, int, Provenance, Reduction]:
+def stored_fields(head: dict[str, Any]) -> tuple[ParameterLayout, int, Provenance, Reduction]:
     """The layout, count, provenance and reduction that `StoredMetric` wrote to a file's header."""
-    layout = Layout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
+    layout = ParameterLayout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
     return layout, int(head["count"]), Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
-
-
-def not_negative(value: float, argument: str, positive: bool = False) -> float:
-    """The value as a float, if it is a finite number >= 0 (> 0 if `positive`)."""
-    number = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
-    if not number or (positive and not value):
-        raise ValueError(message(argument, "a number > 0" if positive else "a number >= 0", repr(value)))
-    return float(value)

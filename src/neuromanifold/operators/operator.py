@@ -18,7 +18,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.estimators import Estimator, Exact, Lower, Upper
 from neuromanifold.estimators.envelopes import Envelope
 from neuromanifold.operators.jacobian import JacobianProducts
-from neuromanifold.operators.layout import Layout
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
@@ -63,16 +63,7 @@ def fisher_operator(
 
     """
     estimator, view = Exact(envelope), check_reduction(reduction)
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     return FisherOperator(problem, envelope_product(envelope), estimator, view, progress=progress)
 
 
@@ -81,17 +72,12 @@ def envelope_product(envelope: Envelope | None) -> Middle:
     if isinstance(envelope, Upper):
         return lambda core, _, v: core.upper_envelope() * v
     if isinstance(envelope, Lower):
-        return lambda core, _, v: _low_rank(core, min(envelope.rank, core.rank), v)
+        return lambda core, _, v: core.spectrum(envelope.size(core)).matvec(v)
     return lambda core, _, v: core.matvec(v)
 
 
-def _low_rank(core: Core, rank: int, v: Tensor) -> Tensor:
-    values, vectors = core.spectrum(rank)  # [R, k], [R, k, C]
-    return torch.einsum("nk,nkc,nkd,nd->nc", values, vectors, vectors, v)
-
-
 class FisherOperator(Metric):
-    """F as a linear operator; `method` says how J v is computed.  It holds on to the model and the data."""
+    """F as a linear operator, which keeps references to the model and the data; `method` says how J v is computed."""
 
     def __init__(
         self,
@@ -102,13 +88,13 @@ class FisherOperator(Metric):
         *,
         progress: bool = False,
     ) -> None:
-        """Σ_x Jᵀ middle(x) J for any symmetric matrix in the middle.
+        """Make the operator Σ_x Jᵀ middle(x) J for any symmetric matrix in the middle.
 
-        Labels are handed to `middle` where the data have them, and are demanded if the estimator needs them.
+        `middle` gets labels where the data have them; an estimator that needs labels makes them mandatory.
         """
         self.problem, self.middle, self.reduction = problem, middle, reduction
         self._estimator, self._progress, self._batches = estimator, progress, problem.repeated()
-        self.layout, self.device = Layout.of(problem.parameters), problem.device
+        self.layout, self.device = ParameterLayout.of(problem.parameters), problem.device
         exact = any(parameter.dtype == torch.float64 for parameter in problem.parameters.values())
         self.precision = torch.float64 if exact else torch.float32
         self._count: list[int] = []  # shared by views
@@ -126,8 +112,9 @@ class FisherOperator(Metric):
     def count(self) -> int:
         """The number of samples; before the first product this takes a pass of forward evaluations."""
         if not self._count:
-            with self.problem.session(), torch.no_grad():
-                self._set_count(sum(int(self._evaluate(batch).samples) for batch in self._batches))
+            with self.problem.session():
+                samples = (self.problem.outputs(batch, self._estimator).samples for batch in self._batches)
+                self._set_count(sum(map(int, samples)))
         return self._count[0]
 
     def __repr__(self) -> str:
@@ -135,7 +122,7 @@ class FisherOperator(Metric):
 
     @torch.inference_mode(False)
     def _product(self, block: Tensor) -> Tensor:
-        """One pass over the data for all columns."""
+        """Return F B by one pass over the data for all columns."""
         if not block.shape[1]:
             return torch.zeros_like(block)
         total = torch.zeros_like(block.mT, memory_format=torch.contiguous_format)
@@ -177,13 +164,12 @@ class FisherOperator(Metric):
         return seen[0].samples if seen else 0
 
     def _choose_method(self) -> None:
-        """On the first batch that is not empty."""
+        """Choose the method for J v on the first batch that is not empty."""
         with self.problem.session():
             for batch in self._batches.batches():
-                with torch.no_grad():  # errors of the model itself, and bad logits, show here
-                    outputs = self._evaluate(batch)
-                    self.problem.distributions(outputs)
-                    self.problem.inspect(batch, outputs)
+                outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
+                self.problem.distributions(outputs)
+                self.problem.inspect(batch, outputs)
                 if len(outputs.logits):
                     self._jacobian.choose(lambda batch=batch: self._evaluate(batch))  # type: ignore[misc]
                     return

@@ -1,4 +1,4 @@
-"""`path_length`: how far a network has come, in the metric of what it says instead of that of its parameters."""
+"""`path_length`: the length of a path through parameters, in the metric of the network's predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, one_of
 from neuromanifold.operators.operator import fisher_operator
 from neuromanifold.problem.parameters import select_parameters
 
@@ -28,7 +28,7 @@ class PathLength:
 
     @property
     def value(self) -> float:
-        """Σ of the segments."""
+        """The length of the path: the sum of its segments."""
         return sum(self.segments)
 
     def __float__(self) -> float:
@@ -49,7 +49,7 @@ def path_length(
     has length √(2 KL) over all data; the default "mean" is that per sample, √(2 KL/N).
 
     Args:
-        model: the architecture; its own parameters do not matter, and nothing of it is changed: a copy is worked with.
+        model: the architecture; its own parameters do not matter, and it is not changed: a copy is used.
         data: an iterable of batches that can be gone through again and again: a list or a DataLoader.
         checkpoints: state dicts, or modules of the same architecture, in the order of the path.  Buffers with numbers,
             such as the statistics of BatchNorm, go along the straight line as well.
@@ -57,8 +57,7 @@ def path_length(
         options: those of `nm.fisher_operator`.
 
     """
-    if rule not in ("midpoint", "trapezoid"):
-        raise ValueError(message("rule", "'midpoint' or 'trapezoid'", repr(rule)))
+    one_of(rule, "rule", "midpoint", "trapezoid")
     if isinstance(checkpoints, (Mapping, nn.Module)):
         raise ValueError(message("checkpoints", "a sequence of two or more", "one"))
     checkpoints = list(checkpoints)
@@ -73,7 +72,7 @@ def path_length(
         step = {name: torch.sub(*_alike(b[name], a[name])) for name in chosen}
         lengths = []
         for where in (0.5,) if rule == "midpoint" else (0.0, 1.0):
-            at.load_state_dict({name: _between(a[name], b[name], where) for name in a}, strict=False)
+            at.load_state_dict({name: _interpolated(a[name], b[name], where) for name in a}, strict=False)
             metric = fisher_operator(at, data, **options) if metric is None else metric
             lengths.append(metric.length(step))
         segments.append(sum(lengths) / len(lengths))
@@ -81,7 +80,7 @@ def path_length(
 
 
 def _state(point: object, i: int, model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, after a look whether they are the model's."""
+    """Return the tensors of a checkpoint, if they have the names and shapes of the model's."""
     own = model.state_dict()
     if isinstance(point, nn.Module):
         point = point.state_dict()
@@ -103,10 +102,10 @@ def _state(point: object, i: int, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """In float32 or better, both on the device of the first."""
+    """Return both tensors in float32 or better, on the device of the first."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return a.to(dtype), b.to(a.device, dtype)
 
 
-def _between(a: Tensor, b: Tensor, where: float) -> Tensor:
+def _interpolated(a: Tensor, b: Tensor, where: float) -> Tensor:
     return torch.lerp(*_alike(a, b), where) if a.is_floating_point() else (b if where else a)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, one_of
 from neuromanifold.operators.krylov import Product, orthonormal, times
 
 Method = Literal["hutchinson", "hutch++"]
@@ -27,9 +27,7 @@ class Estimate(NamedTuple):
 
 def check_method(method: str, products: int) -> int:
     """The number of products, if the method is known and they are enough for it."""
-    if method not in ("hutchinson", "hutch++"):
-        raise ValueError(message("method", "'hutchinson' or 'hutch++'", repr(method)))
-    least = 2 if method == "hutchinson" else 4
+    least = 2 if one_of(method, "method", "hutchinson", "hutch++") == "hutchinson" else 4
     return integer_in_range(products, "products", least, 10**9, f"{method} takes at least {least}")
 
 
@@ -50,11 +48,11 @@ def stochastic_diagonal(
     exact = torch.zeros_like(like[:, 0])
     basis = exact.new_zeros(len(like), 0)
     if sketch:
-        basis = orthonormal(product(_signs(like, sketch, generator)))
+        basis = orthonormal(product(sign_columns(like, sketch, generator)))
         images = product(basis) if basis.shape[1] else basis
         exact = (2 * basis * images - basis * times(basis, times(basis.mT, images))).sum(1)
     probes = products - 2 * sketch
-    signs = _signs(like, probes, generator)
+    signs = sign_columns(like, probes, generator)
     rest = product(signs - times(basis, times(basis.mT, signs)))
     samples = signs * (rest - times(basis, times(basis.mT, rest)))  # [P, probes]
     return _estimate(samples, exact), _estimate(samples.sum(0), exact.sum())
@@ -69,7 +67,7 @@ def stochastic_log_determinant(
     components τ of eigenvectors are the nodes and weights of P Σ τ² log(θ + damping) ≈ ξᵀ log(F + damping I) ξ.
     """
     size = len(like)
-    now = _signs(like, probes, torch.Generator(like.device).manual_seed(seed)) / math.sqrt(size)
+    now = sign_columns(like, probes, torch.Generator(like.device).manual_seed(seed)) / math.sqrt(size)
     before, beta = torch.zeros_like(now), torch.zeros(probes, dtype=like.dtype, device=like.device)
     small = torch.zeros(probes, steps, steps, dtype=torch.float64, device=like.device)
     largest = torch.zeros(probes, dtype=like.dtype, device=like.device)
@@ -99,9 +97,11 @@ def warn_below_rounding(damping: float, largest: float, dtype: torch.dtype) -> N
         warnings.warn(text + (" or float64." if dtype != torch.float64 else "."), stacklevel=4)
 
 
-def _signs(like: Tensor, columns: int, generator: torch.Generator) -> Tensor:
-    bits = torch.randint(0, 2, (len(like), columns), generator=generator, device=like.device)
-    return (2 * bits - 1).to(like.dtype)
+def sign_columns(like: Tensor, columns: int, generator: torch.Generator) -> Tensor:
+    """Random signs [P, columns] with even odds, drawn on the generator's device, as numbers like `like` [P, ...]."""
+    shape, device = (len(like), columns), generator.device
+    bits = torch.randint(0, 2, shape, generator=generator, device=device, dtype=torch.int8)
+    return (2 * bits - 1).to(like)
 
 
 def _estimate(samples: Tensor, exact: Tensor) -> Estimate:

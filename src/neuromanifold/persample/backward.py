@@ -21,7 +21,7 @@ from neuromanifold.persample.plan import Plan, Use, Uses
 
 
 class Observer(Protocol):
-    """Looks on during a backward pass that verifies a plan."""
+    """Callbacks during a backward pass that verifies a plan."""
 
     def captured(self, use: Use, g: Tensor) -> None:
         """Take the gradient captured at a use, before its rule runs."""
@@ -35,13 +35,13 @@ _AT_ONCE = {True: 2**22, False: 2**27}  # on a CPU; on a GPU
 
 
 class TakesForms(Protocol):
-    """What per-sample gradients are handed to."""
+    """An object that takes per-sample gradients, such as an accumulator."""
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Take the per-sample gradients of parameter number i; autograd is not recording."""
 
     def end_pass(self) -> None:
-        """All gradients of a backward pass have been taken."""
+        """End a backward pass: all of its gradients have been taken."""
 
 
 class PerSampleBackward:
@@ -65,7 +65,7 @@ class PerSampleBackward:
         keep_graph: bool,
         observer: Observer | None = None,
     ) -> list[Tensor | None]:
-        """Hand per-sample gradients to an accumulator; return those of the whole batch for the remaining parameters."""
+        """Add per-sample gradients to `to`; return the remaining parameters' gradients, summed over the batch."""
 
         def consume(capture: Capture, g: Tensor) -> None:
             use = self.uses.by_capture.get(capture)
@@ -75,7 +75,7 @@ class PerSampleBackward:
             if not layout.shared:  # else g is the sum over the samples; its parts are taken where it is broadcast
                 self._take(use, g, layout, to, made_by, observer)
                 if not keep_graph:
-                    capture.x = _NOTHING  # as autograd lets go of what it has used
+                    capture.x = _NOTHING  # autograd frees what it has used, too
 
         self._waiting = {}
         with self._hooks.consumed_by(consume):
@@ -150,14 +150,14 @@ class PerSampleBackward:
         return all(bool(torch.isfinite(value)) for value in sums)
 
     def _targets(self) -> list[Any]:
-        """What autograd is asked for: the captured calls, broadcast sites, and remaining parameters."""
+        """Return what is differentiated: the captured calls, broadcast sites, and remaining parameters."""
         edges = (edge for _, _, edge in self._edges)
         return [self._hooks.root, *edges, *(self.parameters[i] for i in self.uses.remaining)]
 
     def _take(
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: Observer | None
     ) -> None:
-        """Hand on the gradients of a use; those of a parameter that is used several times once all are there."""
+        """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
         forms = self._forms(use, g, layout, observer)
         for i, form in forms.items():
             uses = self.uses.counts[i]
@@ -170,17 +170,17 @@ class PerSampleBackward:
                 to.add_samples(i, add(self._waiting.pop(i)), made_by)
 
     def _forms(self, use: Use, g: Tensor, layout: Layout, observer: Observer | None) -> dict[int, Form]:
-        """The gradients of a use; none where an observer is told that its rule refuses."""
+        """Return the gradients of a use; none if an observer is there and the rule does not apply."""
         if observer is None:
             if self._late is not None and use.key in self.plan.unverified:
                 self._late.logical_or_((g != 0).any().to(self._late.device))
             return use.forms(g, self.uses.samples, layout)
         observer.captured(use, g)
         try:
-            return use.forms(g, self.uses.samples, layout, first_time=True)
+            return use.forms(g, self.uses.samples, layout, validating=True)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # whatever a rule says to inputs that it was not written for
+        except Exception:  # of any kind: a rule may fail on inputs that it was not written for
             observer.refused(use)
             return {}
 
@@ -193,7 +193,7 @@ class PerSampleBackward:
         made_by: Pass,
         observer: Observer | None,
     ) -> None:
-        """Take the gradients at broadcast sites, and what waits for uses that no gradient has reached."""
+        """Take the gradients at broadcast sites, and add parameters of which some uses got no gradient."""
         shared: dict[Use, Tensor] = {}
         for (use, site, _), g in zip(edges, gradients, strict=True):
             if g is None:
@@ -217,9 +217,9 @@ _NOTHING = torch.empty(0)
 def _several_gradients(
     logits: Tensor, targets: list[Any], cotangents: Sequence[Tensor]
 ) -> list[list[Tensor | None]] | None:
-    """The gradients of each cotangent, in one vectorised pass; None if an operation does not allow that.
+    """Return the gradients of each cotangent, in one vectorised pass; None if an operation cannot be vectorised.
 
-    One by one it either works or says why not.  The graph is kept.
+    The graph is kept.
     """
     if len(cotangents) == 1:
         (one,) = cotangents

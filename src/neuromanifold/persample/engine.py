@@ -160,7 +160,7 @@ class PerSampleGradients:
         return found | {"batches": self._batches, "verified": self.verified, "late": late}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore the findings that `state` returned."""
         self.excluded, self.remaining = frozenset(state["excluded"]), set(state["remaining"])
         self._batches, self.verified = state["batches"], state["verified"]
         if state["late"]:

@@ -12,6 +12,8 @@ Operations that pick or mix rows by what the data say (indexing, sorting, produc
 followed.  What lies below them is verified with every batch (`verify.py`), since the next one may differ.
 """
 
+# ruff: noqa: SIM905 (names of operations, as text)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -29,135 +31,21 @@ UNKNOWN: Final = -2
 """The samples cannot be followed to this tensor."""
 
 _ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Acos",
-        "Acosh",
-        "Add",
-        "Addcdiv",
-        "Addcmul",
-        "Alias",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atan2",
-        "Atanh",
-        "Celu",
-        "Ceil",
-        "Clamp",
-        "ClampMax",
-        "ClampMin",
-        "Clone",
-        "Cos",
-        "Cosh",
-        "Detach",
-        "Div",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Exp2",
-        "Expand",
-        "Expm1",
-        "Floor",
-        "Fmod",
-        "Gelu",
-        "Hardshrink",
-        "Hardsigmoid",
-        "Hardswish",
-        "Hardtanh",
-        "Hypot",
-        "LeakyRelu",
-        "Lerp",
-        "Log",
-        "Log10",
-        "Log1P",
-        "Log2",
-        "Logaddexp",
-        "Logit",
-        "LogSigmoid",
-        "MaskedFill",
-        "Maximum",
-        "Minimum",
-        "Mish",
-        "Mul",
-        "NanToNum",
-        "NativeDropout",
-        "Neg",
-        "Polar",
-        "Pow",
-        "Prelu",
-        "Reciprocal",
-        "Relu",
-        "Remainder",
-        "Round",
-        "Rsqrt",
-        "Rsub",
-        "Selu",
-        "Sgn",
-        "Sigmoid",
-        "Silu",
-        "Sin",
-        "Sinc",
-        "Sinh",
-        "Softplus",
-        "Softshrink",
-        "Sqrt",
-        "Square",
-        "Sub",
-        "Tan",
-        "Tanh",
-        "Threshold",
-        "ToCopy",
-        "Trunc",
-        "Where",
-        "Xlogy",
-    ]
+    """
+    Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Celu Ceil Clamp ClampMax ClampMin Clone Cos
+    Cosh Detach Div Elu Erf Erfc Exp Exp2 Expand Expm1 Floor Fmod Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
+    Hypot LeakyRelu Lerp Log Log10 Log1P Log2 Logaddexp Logit LogSigmoid MaskedFill Maximum Minimum Mish Mul
+    NanToNum NativeDropout Neg Polar Pow Prelu Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Silu Sin
+    Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy
+    """.split()
 )
-_RESHAPES = frozenset(
-    ["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Reshape", "ViewAsReal", "ViewAsComplex"]
-)
-_REDUCES = frozenset(
-    [
-        "Sum",
-        "Mean",
-        "Amax",
-        "Amin",
-        "Logsumexp",
-        "Norm",
-        "LinalgVectorNorm",
-        "Std",
-        "Var",
-        "Prod",
-        "Median",
-        "Max",
-        "Min",
-        "All",
-        "Any",
-    ]
-)
+_RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
+_REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
 _CUTS = frozenset(
-    [
-        "Slice",
-        "ConstantPadNd",
-        "Split",
-        "SplitWithSizes",
-        "UnsafeSplit",
-        "UnsafeSplitWithSizes",
-        "Gather",
-        "IndexSelect",
-    ]
+    "Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split()
 )
-_ALONG = frozenset(["Softmax", "LogSoftmax", "SafeSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"])
-_POOLS = (
-    "AvgPool",
-    "MaxPool",
-    "AdaptiveAvgPool",
-    "AdaptiveMaxPool",
-    "Upsample",
-    "MkldnnAdaptiveAvgPool",
-    "ReflectionPad",
-)
+_ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
+_POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnAdaptiveAvgPool ReflectionPad".split())
 
 
 def operation(node: Node) -> str:
@@ -211,7 +99,7 @@ def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> d
 
 
 def _inputs(node: Node, before: int, samples: int, identities: frozenset[str]) -> list[int]:
-    """Where each input of an operation has the samples, given where its output has them."""
+    """Return where each input of an operation has the samples, given where its output has them."""
     name = operation(node)
     shapes = [None if below is None else shape_of(below, output) for below, output in node.next_functions]
     out = shape_of(node)
@@ -227,7 +115,7 @@ def _inputs(node: Node, before: int, samples: int, identities: frozenset[str]) -
 
 
 def _locate(shape: torch.Size, before: int, samples: int) -> tuple[int, int]:
-    """The dimension that holds the samples, and how many positions are counted before them inside of it."""
+    """Return the dimension that holds the samples, and how many positions are counted before them inside of it."""
     counted = 1
     for dim, size in enumerate(shape):
         if before < counted * size:
@@ -244,7 +132,7 @@ def _at(shape: torch.Size | None, dim: int, major: int) -> int:
 
 
 def _broadcast(shape: torch.Size | None, out: torch.Size, dim: int, major: int) -> int:
-    """The same dimension, counted from the last; shared if the input does not have it."""
+    """Return the same dimension of an input, counted from the last; SHARED if it does not have it."""
     if shape is None:
         return SHARED
     own = dim - (len(out) - len(shape))
@@ -282,7 +170,7 @@ def _permuted(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim:
 
 @_of(*_CUTS)
 def _cut(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    """Some entries along other dimensions than that of the samples."""
+    """Taking some entries along another dimension leaves the samples where they are."""
     first = shapes[0]
     kept = first is not None and first[dim] == out[dim] and len(first) == len(out)
     if operation(node) in ("Gather", "IndexSelect"):
@@ -304,7 +192,7 @@ def _stacked(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: 
 
 @_of("Cat")
 def _concatenated(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    """Along the dimension of the samples only if every part holds all of them, positions first: [k·n] of k [n]."""
+    """Parts may be joined along the samples only if each has all of them, positions first: [k·n] of k [n]."""
     if _signed(node._saved_dim, len(out)) != dim:
         return [_at(shape, dim, major) for shape in shapes]
     whole, rest = divmod(out[dim], major)
@@ -352,14 +240,11 @@ def _leading(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: 
 
 @_of("Mm", "Addmm", "Bmm", "Baddbmm")
 def _multiplied(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    """[..., r, k] @ [..., k, c]: rows are the left factor's, columns the right one's, and batches are both's."""
+    """In [..., r, k] @ [..., k, c], rows belong to the left factor, columns to the right one, batches to both."""
     del node
     *added, left, right = shapes
     last = len(out) - 1
-    sides = [
-        _at(left, dim, major) if dim != last else SHARED,
-        _at(right, dim, major) if dim != last - 1 else SHARED,
-    ]
+    sides = [_at(left, dim, major) if dim != last else SHARED, _at(right, dim, major) if dim != last - 1 else SHARED]
     return [*(_broadcast(shape, out, dim, major) for shape in added), *sides]
 
 
@@ -374,7 +259,7 @@ def _attended(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim:
 
 @_of("Index")
 def _indexed(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    """Behind the samples' dimension; or x[arange(n), ids], which takes from each sample its own."""
+    """Indexing is followed behind the samples' dimension, and for x[arange(n), ids]."""
     first = next(k for k, index in enumerate(node._saved_indices) if index is not None)
     shape = shapes[0]
     kept = shape is not None and (dim < first or (dim == 0 and shape[0] == out[0] and takes_own_rows(node)))

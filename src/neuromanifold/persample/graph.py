@@ -13,6 +13,7 @@ Between a site and s there may be reshapes, slices and casts.  Any other use is 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ _ARGUMENTS = {  # of operations, those that decide where rows go
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor has the samples: in which dimension, and what is major there if each has several rows.
+    """Which dimension of a tensor holds the samples, and what is major in it if each has several rows.
 
     `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  Batches may differ in the number t of rows.
     """
@@ -90,7 +91,7 @@ class BroadcastSite:
 
     @property
     def edge(self) -> GradientEdge:
-        """Where autograd has the gradient of the result."""
+        """The edge of autograd's graph at which the gradient of the result arrives."""
         return GradientEdge(self.node, 0)
 
     @property
@@ -196,38 +197,41 @@ def users_first(used_by: dict[Node, list[tuple[Node, int]]]) -> list[Node]:
 
 
 def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
-    """Return a number that is equal for graphs in which rows go the same way.
+    """Return a number that is equal for graphs in which the same rows belong to each sample.
 
     It holds the operations, how they are connected, the arguments that decide where rows go, and all sizes: not as
     numbers, since sequences of other lengths need no other treatment, but by which of them are equal to each other, to
     1, and to (a multiple of) the number of samples.
     """
     numbers = {node: number for number, node in enumerate(used_by)}
-    sizes: dict[int, int] = {}
-    known: dict[int, tuple[int, bool, bool]] = {}
-    parts: list[object] = []
-
-    def kind(size: int) -> tuple[int, bool, bool]:
-        if size not in known:
-            known[size] = (sizes.setdefault(size, len(sizes)), size == samples, bool(samples) and size % samples == 0)
-        return known[size]
-
+    parts = []
     for node in used_by:
         name: str = node.name()
-        metadata = node._input_metadata
-        shape = metadata[0].shape if metadata else ()
-        arguments = _ARGUMENTS.get(name.partition("Backward")[0], ())
-        parts.append(
-            (
-                name,
-                *(size if size <= 1 else kind(size) for size in shape),
-                *(getattr(node, argument, None) for argument in arguments),
-                *(numbers[below] for below, _ in node.next_functions if below is not None),
-            )
+        metadata, below = (
+            node._input_metadata,
+            [numbers[other] for other, _ in node.next_functions if other is not None],
         )
+        arguments = [getattr(node, argument, None) for argument in _arguments_of(name)]
         if name == "IndexBackward0":
-            parts.append(takes_own_rows(node))
-    return hash(tuple(parts))
+            arguments.append(takes_own_rows(node))
+        parts.append((name, tuple(metadata[0].shape) if metadata else (), *arguments, *below))
+    return _canonical(samples, tuple(parts))
+
+
+@functools.cache
+def _arguments_of(name: str) -> tuple[str, ...]:
+    return _ARGUMENTS.get(name.partition("Backward")[0], ())
+
+
+@functools.lru_cache(maxsize=256)
+def _canonical(samples: int, parts: tuple[tuple[Any, ...], ...]) -> int:
+    """Return a hash of a graph in which sizes are named in the order in which they come."""
+    names: dict[int, tuple[int, bool, bool]] = {}
+    for _, shape, *_ in parts:
+        for size in shape:
+            if size > 1 and size not in names:
+                names[size] = (len(names), size == samples, bool(samples) and size % samples == 0)
+    return hash(tuple((name, *(names.get(size, size) for size in shape), *rest) for name, shape, *rest in parts))
 
 
 def broadcast_sites(
@@ -254,7 +258,7 @@ def broadcast_sites(
 
 
 def _partner(site: BroadcastSite) -> Tensor | None:
-    """What autograd has saved for the gradient; kept, since autograd frees it during the last backward pass."""
+    """Return the tensor that autograd has saved for the gradient, which it frees during the last backward pass."""
     node, name = site.node, site.node.name()
     if name == "MulBackward0":
         saved: Tensor = node._saved_other if site.input == 0 else node._saved_self

@@ -2,7 +2,7 @@
 
 Before a module with a rule runs, its parameters are replaced by detached ones, so that autograd neither keeps anything
 for their gradients nor computes them; right after, they are put back, and the output goes through `CaptureGradient`, an
-identity whose backward hands on the gradient.  What autograd still connects to a parameter is then exactly what no rule
+identity whose backward captures the gradient.  What autograd still connects to a parameter is then exactly what no rule
 covers: a use outside of the module.
 
 The captured output shares the output's memory without being a view of it, so a model may go on working on it in place.
@@ -67,24 +67,24 @@ class Capture:
 
 
 class CaptureGradient(torch.autograd.Function):
-    """The identity; its backward hands the gradient on to whoever consumes it."""
+    """An identity whose backward captures the gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor, root: Tensor, consume: Callable[[Tensor], None]) -> Tensor:
-        """Return another tensor with the same memory.  `root` is what autograd is asked for, so that it comes here."""
+        """Return another tensor with the same memory.  `root` is differentiated, so that backward always runs."""
         del root
         ctx.consume = consume  # type: ignore[attr-defined]
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        """Hand on the gradient, and pass it through."""
+        """Call `consume` with the gradient, and return it."""
         ctx.consume(g)
         return g, None, None
 
 
 class Hooks:
-    """The hooks of one model.  They do nothing but inside of `capturing`, and in backward passes of what was captured.
+    """The hooks of one model, active inside of `capturing` and in backward passes of what was captured.
 
     Activation checkpoints call modules again during a backward pass: then parameters are swapped as in the forward
     pass (`excluded` is kept), and nothing is added to the captures.
@@ -106,7 +106,7 @@ class Hooks:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks on the modules while inside; every trace of them is gone afterwards, whatever happens."""
+        """Register the hooks while inside; they are removed and parameters restored in any case."""
         handles: list[Any] = []
         try:
             for module in self._recurrent:
@@ -138,14 +138,14 @@ class Hooks:
             self.restore()
 
     def release(self) -> None:
-        """Let go of the last forward pass; from now on the hooks do nothing."""
+        """Release the captures of the last forward pass, and deactivate the hooks."""
         for capture in self.captures:
             capture.node = None
         self.captures, self._active = [], False
 
     @contextmanager
     def consumed_by(self, consume: Consume) -> Iterator[None]:
-        """Hand captured gradients to `consume` during a backward pass."""
+        """Call `consume` with each captured gradient during a backward pass."""
         self._consume = consume
         try:
             yield
@@ -198,11 +198,11 @@ class Hooks:
         if self._capturing:
             self._calls[owner.number] = before + 1
             self.captures.append(capture)
-        through: Tensor = CaptureGradient.apply(output, self.root, lambda g: self._hand_on(capture, g))  # type: ignore[no-untyped-call]
+        through: Tensor = CaptureGradient.apply(output, self.root, lambda g: self._consume_gradient(capture, g))  # type: ignore[no-untyped-call]
         capture.node = through.grad_fn
         return through
 
-    def _hand_on(self, capture: Capture, g: Tensor) -> None:
+    def _consume_gradient(self, capture: Capture, g: Tensor) -> None:
         if self._consume is not None:
             self._consume(capture, g)
 
@@ -241,7 +241,7 @@ def _usable(x: object) -> bool:
 
 
 def _unfused(module: nn.RNNBase) -> list[Any]:
-    """Hooks that make a recurrent layer on a CPU run step by step: a fused kernel hides where its weights are used."""
+    """Add hooks that disable a recurrent layer's fused CPU kernel, which hides where its weights are used."""
     enabled: list[bool] = []
 
     def before(*_: object) -> None:

@@ -8,7 +8,7 @@ excluded, and left to autograd for the rest of the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
@@ -50,10 +50,10 @@ class Use:
     capture: Capture | None = None
     sites: tuple[BroadcastSite, ...] = ()
 
-    def forms(self, g: Tensor, samples: int, layout: Layout, first_time: bool = False) -> dict[int, Form]:
+    def forms(self, g: Tensor, samples: int, layout: Layout, validating: bool = False) -> dict[int, Form]:
         """Return the per-sample gradients of the use's parameters, by number, from the gradient g captured there.
 
-        For a shared call, g is already [n, *output].  `first_time`: the rule may find that it does not apply.
+        For a shared call, g is already [n, *output].  `validating`: the rule may find that it does not apply.
         """
         if self.capture is None:
             (i,) = self.parameters.values()
@@ -64,7 +64,7 @@ class Use:
         else:
             x, g = (layout.samples_first(t, samples) for t in (x, g))
         module, wanted = capture.owner.module, frozenset(self.parameters)
-        forms = capture.owner.rule.function(Call(module, x, capture.others, capture.options, g, wanted, first_time))
+        forms = capture.owner.rule.function(Call(module, x, capture.others, capture.options, g, wanted, validating))
         if missing := [name for name in wanted if name not in forms]:
             text = f"The rule of {type(module).__name__} gives nothing for {missing[0]!r}, which it is registered for."
             raise NotApplicableError(text)
@@ -73,7 +73,7 @@ class Use:
 
 @dataclass(eq=False)
 class Uses:
-    """What one forward pass does with the parameters."""
+    """All uses of the parameters in one forward pass."""
 
     samples: int
     found: list[Use] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Plan:
 
     layouts: Mapping[Key, Layout]
     excluded: frozenset[int] = frozenset()
-    followed: bool = False  # whether rows go the same way in every graph of this signature, whatever the data say
+    followed: bool = False  # whether the signature alone decides which row belongs to which sample
     unverified: frozenset[Key] = frozenset()  # uses at which only zeros were seen
 
 
@@ -185,15 +185,15 @@ def _layouts(
 
 def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layout]]:
     """Return each use's candidates, those first that the graph points to; and the ones followed to the logits."""
-    candidates, sure = {}, {}
+    candidates, expected = {}, {}
     places = uses.followed()
     for use in uses.found:
         place = places.get(use.key)
         fitting = [layout for layout in use.layouts if place is not None and _fits(use, layout, place, uses.samples)]
         candidates[use.key] = tuple(dict.fromkeys((*fitting, *use.layouts)))
         if fitting:
-            sure[use.key] = fitting[0]
-    return candidates, sure
+            expected[use.key] = fitting[0]
+    return candidates, expected
 
 
 def _fits(use: Use, layout: Layout, place: int, samples: int) -> bool:
@@ -205,9 +205,14 @@ def _fits(use: Use, layout: Layout, place: int, samples: int) -> bool:
 def combinations(
     uses: Uses, candidates: Mapping[Key, tuple[Layout, ...]]
 ) -> dict[frozenset[int], Iterator[dict[Key, Layout]]]:
-    """Return for each set of parameters that uses connect the layouts of these uses that may be tried, in order."""
+    """Return the layouts that may be tried for the uses of each group of parameters, the likeliest first."""
+    return {frozenset(parameters): _choices(members, candidates) for parameters, members in connected(uses.found)}
+
+
+def connected(uses: Sequence[Use]) -> list[tuple[set[int], list[Use]]]:
+    """Return the uses in groups that have no parameter in common, each with its parameters."""
     groups: list[tuple[set[int], list[Use]]] = []
-    for use in uses.found:
+    for use in uses:
         own, apart = (set(use.parameters.values()), [use]), []
         for parameters, members in groups:
             if parameters.isdisjoint(own[0]):
@@ -215,7 +220,7 @@ def combinations(
             else:
                 own = (own[0] | parameters, [*members, *own[1]])
         groups = [*apart, own]
-    return {frozenset(parameters): _choices(members, candidates) for parameters, members in groups}
+    return groups
 
 
 def _choices(uses: list[Use], candidates: Mapping[Key, tuple[Layout, ...]]) -> Iterator[dict[Key, Layout]]:

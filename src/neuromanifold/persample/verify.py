@@ -63,7 +63,7 @@ def make_plan(
         return Plan({}, excluded | covered)  # hooks change what the model computes, or it never computes it twice
     if uses.unsupported:
         return Plan({}, excluded | uses.unsupported)
-    candidates, sure = preferred(uses)
+    candidates, expected = preferred(uses)
     pending = combinations(uses, candidates)
     layouts = {key: layout for group in pending.values() for key, layout in next(group).items()}
     best: dict[frozenset[int], tuple[frozenset[int], Mapping[Key, object]]] = {}
@@ -86,7 +86,7 @@ def make_plan(
         if not pending:
             wrong |= check.failed - uses.counts.keys()
             break
-    followed = uses.samples == 1 or all(sure.get(key) == layout for key, layout in layouts.items())
+    followed = uses.samples == 1 or all(expected.get(key) == layout for key, layout in layouts.items())
     return Plan(dict(layouts), excluded | wrong, followed, check.zero)
 
 
@@ -202,7 +202,7 @@ class _WeightedSums:
             self._add(i, form)
 
     def end_pass(self) -> None:
-        """Add what has waited."""
+        """Add the dense forms of this pass, which are read only after the backward pass, as in `accumulate`."""
         for i, form in self._waiting:
             self._add(i, form)
         self._waiting = []

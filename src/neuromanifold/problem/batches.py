@@ -43,7 +43,8 @@ class Batch(NamedTuple):
 
     def copied(self) -> Batch:
         """Copy all tensors: some models work in place on their inputs."""
-        return self._replace(args=map_tensors(_copy, self.args), kwargs=map_tensors(_copy, self.kwargs))
+        args = tuple(_copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value) for value in self.args)
+        return self._replace(args=args, kwargs=map_tensors(_copy, self.kwargs) if self.kwargs else {})
 
     def cut(self, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> Batch:
         """Some of its samples; tensors in which samples cannot be found stay as they are."""

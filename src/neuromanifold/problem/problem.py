@@ -26,13 +26,7 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, model_device, read_batch
-from neuromanifold.problem.calls import (
-    as_module,
-    call,
-    forward_signature,
-    only_argument,
-    with_decoder_inputs,
-)
+from neuromanifold.problem.calls import as_module, call, forward_signature, only_argument, with_decoder_inputs
 from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.problem.progress import tracked
@@ -61,7 +55,6 @@ class Problem:
         data: Iterable[object],
         likelihood: Likelihood = Categorical,
         parameters: Selection | Mapping[str, Tensor] = None,
-        *,
         class_dim: int = -1,
         batch_dim: int = 0,
         ignore_index: int = -100,
@@ -149,6 +142,14 @@ class Problem:
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
         return outputs
 
+    def outputs(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
+        """Run the model for its outputs alone, without an autograd graph."""
+        try:
+            with torch.no_grad():
+                return self.evaluate(batch, estimator)
+        except RuntimeError:  # perhaps forward takes derivatives itself
+            return self.evaluate(batch, estimator).detached()
+
     def validation(self) -> LateValidation:
         """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
         return LateValidation(self.likelihood)
@@ -167,7 +168,6 @@ class Problem:
             late.flush()
         return made
 
-    @torch.no_grad()
     def inspect(self, batch: Batch, outputs: Outputs) -> None:
         """Warn of outputs and labels that look wrong, and of samples that influence each other.
 

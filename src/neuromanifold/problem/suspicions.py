@@ -45,7 +45,7 @@ def probabilities_note(core: Core) -> str:
         return ""
     rows = core.given.detach()
     off = (rows.sum(-1, dtype=core.dtype) - 1).abs().amax()
-    if bool((off > 1e-5 + 4 * torch.finfo(rows.dtype).eps) | (rows.amin() < 0)):
+    if not bool((off <= 1e-5 + 4 * torch.finfo(rows.dtype).eps) & (rows.amin() >= 0)):  # NaN is none, either
         return ""
     text = (
         "The model's outputs are probabilities: all are >= 0 and each row sums to one. They are taken for logits, of "
@@ -80,7 +80,6 @@ def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
     return text + "the data are batched. Batches of one sample give each sample's own."
 
 
-@torch.no_grad()
 def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Outputs) -> bool | None:
     """Whether the logits of some samples change if they are evaluated without the others: a forward pass of three.
 
@@ -97,7 +96,7 @@ def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Output
     try:
         if all(_unchanged_alone(problem, batch, outputs, rows) for rows in few):
             return False
-        again = problem.evaluate(batch).logits
+        again = problem.outputs(batch).logits
         return True if same_logits(problem, again, outputs.logits, outputs.valid) else None
     except Exception:  # whatever a model does with a batch that has been cut
         return None
@@ -108,10 +107,10 @@ def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Output
 def _unchanged_alone(problem: Problem, batch: Batch, outputs: Outputs, rows: Tensor) -> bool:
     samples, rows = len(outputs.logits), rows.to(outputs.logits.device)
     try:
-        alone = problem.evaluate(batch.cut(samples, rows, problem.batch_dim)).logits
+        alone = problem.outputs(batch.cut(samples, rows, problem.batch_dim)).logits
     except Exception:
         copies = torch.arange(samples, device=rows.device) % len(rows)
-        repeated = problem.evaluate(batch.cut(samples, rows[copies], problem.batch_dim)).logits
+        repeated = problem.outputs(batch.cut(samples, rows[copies], problem.batch_dim)).logits
         alone = repeated[: len(rows)]
         if not same_logits(problem, alone[copies], repeated):
             raise

@@ -18,8 +18,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     Restored at the end, after an error or Ctrl-C too: the training flag of every submodule, buffers (some modules write
     to theirs even in eval mode), and the global random states of torch, numpy and Python, on which the model or a
-    shuffling loader may draw.  Parameters, their .grad and requires_grad, and hooks are never touched in the first
-    place.  Flags are set one by one: a module's own `train()` may do more than that, such as merging weights.
+    shuffling loader may draw.  Hooks on parameters are not called inside.  Parameters, their .grad and requires_grad,
+    and hooks of modules are never touched in the first place.  Flags are set one by one: a module's own `train()` may
+    do more than that, such as merging weights.
     """
     flags = {module: module.training for module in model.modules()}
     restore = model_states(model)
@@ -34,6 +35,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             # cuDNN cannot go backward through a recurrent layer in eval mode; without dropout both modes are the same.
             _cudnn(torch.backends.cudnn.enabled and len(plain) == len(recurrent)),
             _no_kept_weights(),
+            _no_parameter_hooks(model),
         ):
             yield
     finally:
@@ -62,6 +64,23 @@ def _no_kept_weights() -> Iterator[None]:
         yield
     finally:
         parametrize._cache, parametrize._cache_enabled = before
+
+
+@contextmanager
+def _no_parameter_hooks(model: nn.Module) -> Iterator[None]:
+    """Without the user's hooks on parameters: they change gradients for an optimizer, and F is that of the model.
+
+    Autograd would call them with sums over a batch, and per-sample rules not at all.
+    """
+    hooks = [parameter._backward_hooks for parameter in model.parameters() if parameter._backward_hooks]
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, entries in zip(hooks, before, strict=True):
+            each.update(entries)
 
 
 def _on_gpu(module: nn.Module) -> bool:

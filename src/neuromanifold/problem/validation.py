@@ -112,11 +112,7 @@ class LateValidation:
 
 
 def distributions(
-    outputs: Outputs,
-    validation: LateValidation,
-    *,
-    labels: bool = True,
-    compact: bool = False,
+    outputs: Outputs, validation: LateValidation, *, labels: bool = True, compact: bool = False
 ) -> Distributions:
     """The distributions at the positions that count, and their labels: the one place where these are selected.
 

@@ -31,13 +31,13 @@ def jacobian(model: nn.Module, forward: Forward) -> tuple[Tensor, Tensor]:
     return torch.stack(rows).view(*logits.shape, -1), logits.detach()
 
 
-def fisher_matrix(model: nn.Module, forward: Forward, likelihood: Callable[[Tensor], Core] = Categorical) -> Tensor:
+def reference_matrix(model: nn.Module, forward: Forward, likelihood: Callable[[Tensor], Core] = Categorical) -> Tensor:
     """F = Σ_x Jᵀ M J, dense [P, P], as a sum over samples."""
     rows, logits = jacobian(model, forward)
     return torch.einsum("ncp,ncd,ndq->pq", rows, likelihood(logits).fisher(), rows)
 
 
-def fisher_diagonal(
+def reference_diagonal(
     model: nn.Module, forward: Forward, likelihood: Callable[[Tensor], Core] = Categorical
 ) -> dict[str, Tensor]:
     """F_ii = Σ_x (Jᵀ M J)_ii as a sum over samples, by parameter name."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, one_of
 from neuromanifold.report.depth import depth
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.naming import components, short_names
@@ -48,8 +48,7 @@ class Histogram:
 
 def plot(result: DiagonalFisher, kind: str) -> Figure:
     """A figure of a result: "histograms", a panel for each component, or "depth", a mark for each layer."""
-    if kind not in ("histograms", "depth"):
-        raise ValueError(message("kind", "'histograms' or 'depth'", repr(kind)))
+    one_of(kind, "kind", "histograms", "depth")
     with needs_matplotlib(" The page of .report(path) does not."):
         return plot_depth(result) if kind == "depth" else plot_histograms(histograms(result), label="entries")
 

@@ -104,7 +104,7 @@ def _zero_entries(summary: Summary) -> list[str]:
     sentences = [f"{text}{': ' if rows else ''}{'; '.join(rows)}."]
     if dead:
         are = "is" if len(dead) == 1 else "are"
-        names = _named([one.name for one in dead])
+        names = _listed([one.name for one in dead])
         sentences.append(f"{names} {are} zero throughout: the outputs for these data do not depend on {_them(dead)}.")
     return sentences
 
@@ -136,9 +136,9 @@ def _granularity(summary: Summary) -> list[str]:
     sentences = []
     if coarse := squared.get("batch"):
         were = "was" if len(coarse) == 1 else "were"
-        sentences.append(f"{_named(coarse)} {were} squared per batch, with more noise: no per-sample rule applies.")
+        sentences.append(f"{_listed(coarse)} {were} squared per batch, with more noise: no per-sample rule applies.")
     if slow := squared.get("sample, one by one"):
-        sentences.append(f"{_named(slow)} took one backward pass for each sample: no per-sample rule applies.")
+        sentences.append(f"{_listed(slow)} took one backward pass for each sample: no per-sample rule applies.")
     return sentences
 
 
@@ -156,7 +156,7 @@ def _looked_up(name: str) -> str:
     return next((noun for pattern, noun in kinds.items() if re.search(pattern, name, re.IGNORECASE)), "rows")
 
 
-def _named(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     shown = [f"`{name}`" for name in names[:3]]
     if len(names) > 3:
         return f"{', '.join(shown)} and {len(names) - 3:,} more"

@@ -6,11 +6,4 @@ from neuromanifold.results.files import FileError, load
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
 
-__all__ = [
-    "Comparison",
-    "DiagonalFisher",
-    "FileError",
-    "Provenance",
-    "TraceEstimate",
-    "load",
-]
+__all__ = ["Comparison", "DiagonalFisher", "FileError", "Provenance", "TraceEstimate", "load"]

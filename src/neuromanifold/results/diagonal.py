@@ -61,7 +61,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
 
     @property
     def mean(self) -> DiagonalFisher:
-        """The view per sample."""
+        """The view per sample: sums divided by the number of samples."""
         return replace(self, reduction="mean")
 
     @property
@@ -77,9 +77,13 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
 
     @property
     def relative_error(self) -> float:
-        """Σ standard errors over Σ entries: 0.1 says that an entry is typically known to ten per cent."""
+        """Σ standard errors over Σ entries: 0.1 says that an entry is typically known to ten per cent.
+
+        The standard error of an entry is a bound, and for deflated probes a wide one.  On average over entries it is
+        known from the outputs how much of it is noise (`provenance.noise_ratio`), which is taken into account here.
+        """
         trace = self.trace
-        return trace.noise / trace.sum if trace.sum else 0.0
+        return self.provenance.noise_ratio * trace.noise / trace.sum if trace.sum else 0.0
 
     def __add__(self, other: DiagonalFisher) -> DiagonalFisher:
         if not isinstance(other, DiagonalFisher):
@@ -124,7 +128,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         return replace(self, sums={n: self.sums[n] for n in names}, noise={n: self.noise[n] for n in names})
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
-        """How far this is from `other`, the reference: RelMAE and friends."""
+        """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
         if isinstance(other, DiagonalFisher) and other.reduction != self.reduction:
             got = f"{other.reduction} against {self.reduction}"
             raise ValueError(message("other", "in the same view", got, "Use .mean or .sum on both."))
@@ -148,7 +152,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
     def report(
         self, path: str | Path = "fisher.html", *others: DiagonalFisher, titles: Sequence[str] | None = None
     ) -> Path:
-        """Write one HTML page that needs no network: numbers, charts, a reading in words; `others` are compared."""
+        """Write one HTML page that needs no network: tables, charts and a summary as text; `others` are compared."""
         written: Path = drawing("report")(path, [self, *others], titles)
         return written
 

@@ -97,7 +97,7 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
-    """Read what `save_json` wrote."""
+    """Read the values that `save_json` wrote; an error for any other file."""
     _beginning(path)
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))

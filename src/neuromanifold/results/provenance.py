@@ -32,6 +32,7 @@ class Provenance:
     granularity: dict[str, str] = field(default_factory=dict)  # parameter: "sample", "batch", "sample, one by one"
     seeds: list[int] = field(default_factory=list)  # of the probes' noise; empty: nothing is random
     noise_factor: float = 1.0  # c with Var(g²) <= c E[g⁴] for one pass of the estimator; 1 holds for any
+    noise_ratio: float = 1.0  # how large the noise is on average, as a share of the standard errors, which are bounds
     batches: int = 0
     passes: int = 0  # backward passes altogether
     verified: int = 0  # batches whose per-sample gradients were compared with autograd's
@@ -68,6 +69,7 @@ class Provenance:
             granularity={**self.granularity, **_coarser(self.granularity, other.granularity)},
             seeds=sorted({*self.seeds, *other.seeds}),
             noise_factor=max(self.noise_factor, other.noise_factor),
+            noise_ratio=max(self.noise_ratio, other.noise_ratio),
             data=self.data if self.data == other.data else f"{self.data} + {other.data}",
             stopped=self.stopped or other.stopped,
             parts=self.parts + other.parts,

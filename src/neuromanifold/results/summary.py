@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, promoted
 from neuromanifold.results.naming import components, grouped, module_of
 from neuromanifold.results.table import TOTAL
 
@@ -51,7 +51,7 @@ class Statistics:
     entries: int
     zeros: int
     total: float  # its part of the trace
-    noise: float  # Σ of its entries' standard errors
+    noise: float  # Σ of its entries' standard errors, as large as they are on average
     largest: float
     median: float  # of positive entries; nan where there are none
     p95: float  # likewise
@@ -110,16 +110,20 @@ def summarize(result: DiagonalFisher, title: str = "", most: int | None = None) 
     groups = {f"c/{key}": group for key, group in parts.items()} | {f"l/{key}": group for key, group in layers.items()}
     groups |= {f"p/{name}": [name] for name in names} | {TOTAL: names}
     divisor = result.count if result.reduction == "mean" and result.count else 1
-    found = statistics(result.sums, groups, divisor, result.noise)
+    ratio = result.provenance.noise_ratio
+    found = {
+        key: replace(one, noise=ratio * one.noise)
+        for key, one in statistics(result.sums, groups, divisor, result.noise).items()
+    }
     trace = found[TOTAL].total
 
     def made(prefix: str, keys: Sequence[str]) -> list[Statistics]:
         ones = ((key, found[f"{prefix}/{key}"]) for key in keys)
         return [replace(one, name=key, share=one.total / trace if trace else 0.0) for key, one in ones]
 
-    ways = result.provenance.granularity
+    granularity = result.provenance.granularity
     parameters = [
-        replace(one, shape=tuple(result.sums[one.name].shape), granularity=ways.get(one.name, ""))
+        replace(one, shape=tuple(result.sums[one.name].shape), granularity=granularity.get(one.name, ""))
         for one in made("p", names)
     ]
     component_of = {name: key for key, group in parts.items() for name in group}
@@ -173,7 +177,7 @@ def statistics(
 
 def chunks(tensor: Tensor, name: str, dtype: torch.dtype | None = None) -> Iterator[Array]:
     """The entries as float32 or float64 arrays, a part at a time; refuses what no Fisher diagonal holds."""
-    wanted = dtype or (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    wanted = dtype or promoted(tensor.dtype)
     for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
         x: Array = part.to("cpu", wanted).numpy()
         if x.size and not (x.min() >= 0 and x.max() < np.inf):  # a nan is neither

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,10 +26,27 @@ class Counts:
     next: int = 0  # the number, in the data, of the batch after the last one
     running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
     running_positions: int | Tensor = 0
+    noise_shares: tuple[float | Tensor, float | Tensor] | None = None  # `Estimator.noise_shares`, over some batches
+
+    def add_noise_shares(self, shares: tuple[Tensor, Tensor] | None) -> None:
+        """Add those of one more batch; None: all of the bound is noise."""
+        if shares is not None:
+            noise, bound = self.noise_shares or (0.0, 0.0)
+            self.noise_shares = noise + shares[0], bound + shares[1]
+
+    @property
+    def noise_ratio(self) -> float:
+        """How large the noise is on average, as a share of the standard errors, which are bounds; waits for a GPU."""
+        if self.noise_shares is None or any(method == "batch" for method in self.methods):
+            return 1.0
+        noise, bound = map(float, self.noise_shares)
+        return math.sqrt(max(noise, 0.0) / bound) if bound > 0 else 1.0
 
     def synchronize(self) -> None:
         """Wait for what is still on a GPU."""
         self.samples, self.positions = int(self.running_samples), int(self.running_positions)
+        if self.noise_shares is not None:
+            self.noise_shares = float(self.noise_shares[0]), float(self.noise_shares[1])
 
     def progress(self, relative_error: float | None) -> RunProgress:
         """Return how far the run has come; waits for a GPU."""

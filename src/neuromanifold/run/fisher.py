@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import finite_number, integer_in_range, message
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.fingerprint import fingerprint
@@ -61,7 +60,7 @@ def fisher_diagonal(
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
     Args:
-        model: any module whose output is, holds or begins with logits; or a function of (parameters, *inputs), given
+        model: any module whose output is, holds or begins with logits; or a `function(parameters, *inputs)`, given
             its `parameters` as a dict of tensors.  Nothing of it is changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.  A label
             belongs to the logits at its own position: labels of causal language models have to be shifted first.
@@ -92,27 +91,14 @@ def fisher_diagonal(
 
     """
     estimator = Hutchinson() if estimator is None else estimator
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
 
 
 def diagonal_of(
-    problem: Problem,
-    settings: Settings,
-    options: LoopOptions,
-    view: Reduction = "mean",
-    rtol: float | None = None,
+    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
     sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=settings.estimator.noise_factor > 0)
@@ -152,16 +138,7 @@ def fisher_trace(
     Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
     """
     estimator = Hutchinson() if estimator is None else estimator
-    problem = Problem.of(
-        model,
-        data,
-        likelihood,
-        parameters,
-        class_dim=class_dim,
-        batch_dim=batch_dim,
-        ignore_index=ignore_index,
-        label_key=label_key,
-    )
+    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt)
     sums = TraceSums(estimator.noise_factor)
@@ -204,13 +181,14 @@ def _run(
     if rtol is not None:
         _check_rtol(rtol, settings.estimator)
 
-    def relative_error() -> float | None:
-        return sums.relative_error() if random else None
+    def relative_error(counts: Counts) -> float | None:
+        error = sums.relative_error() if random else None
+        return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     def enough(counts: Counts) -> str:
         if counts.batches % max(1, counts.batches // 8):
             return ""
-        error = relative_error()
+        error = relative_error(counts)
         if rtol is None or error is None or error > rtol:
             return ""
         return f"stopped after {counts.batches} batches: relative standard error {error:.3g} <= rtol {rtol:g}"
@@ -219,7 +197,7 @@ def _run(
         problem, settings, sums, options, enough=None if rtol is None else enough, relative_error=relative_error
     )
     if rtol is not None and not counts.stopped:
-        error = relative_error()
+        error = relative_error(counts)
         if error is not None and error > rtol:
             found = f"relative standard error {error:.3g} after {counts.batches} batches"
             counts.stopped = f"rtol {rtol:g} not reached: {found}"
@@ -233,8 +211,7 @@ def _check_rtol(rtol: float, estimator: Estimator) -> None:
     if not estimator.noise_factor:
         advice = "It has no noise that more data would lower; leave out rtol."
         raise ValueError(message("rtol", f"None for {estimator}", repr(rtol), advice))
-    if isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not 0 < rtol < math.inf:
-        raise ValueError(message("rtol", "a positive number such as 0.05", repr(rtol)))
+    finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
 
 
 def make_provenance(
@@ -250,6 +227,7 @@ def make_provenance(
         granularity=dict(zip(problem.parameters, counts.methods, strict=True)),
         seeds=[settings.seed] if estimator.noise_factor else [],
         noise_factor=estimator.noise_factor,
+        noise_ratio=counts.noise_ratio,
         draws=[[settings.seed, shard[0], counts.next, shard[1]]],
         data_fingerprints=[counts.first] if counts.first else [],
         batches=counts.batches,

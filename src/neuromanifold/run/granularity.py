@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, one_of
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
 
 Granularity = Literal["auto", "batch", "sample"]
@@ -19,8 +19,7 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
     if not isinstance(estimator, Estimator):
         advice = "Make one, such as nm.Hutchinson()."
         raise TypeError(message("estimator", "an estimator", repr(estimator), advice))
-    if granularity not in ("auto", "batch", "sample"):
-        raise ValueError(message("granularity", "'auto', 'batch' or 'sample'", repr(granularity)))
+    one_of(granularity, "granularity", "auto", "batch", "sample")
     whole = isinstance(estimator, SquaredBatchGradient)
     if granularity == "sample" and whole:
         raise ValueError(message("granularity", "'auto' or 'batch' for SquaredBatchGradient", "'sample'"))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import one_of
 
 OnInterrupt = Literal["raise", "return"]
 """What Ctrl-C does to a run: KeyboardInterrupt goes on, or the result of the batches done is given."""
@@ -57,7 +57,5 @@ class Interrupts:
 
 
 def check_on_interrupt(value: str) -> OnInterrupt:
-    """'raise' or 'return'."""
-    if value not in ("raise", "return"):
-        raise ValueError(message("on_interrupt", "'raise' or 'return'", repr(value)))
-    return "return" if value == "return" else "raise"
+    """Return the value, if it is 'raise' or 'return'."""
+    return "return" if one_of(value, "on_interrupt", "raise", "return") == "return" else "raise"

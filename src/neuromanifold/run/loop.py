@@ -47,13 +47,14 @@ def run(
     options: LoopOptions | None = None,
     *,
     enough: Callable[[Counts], str] | None = None,
-    relative_error: Callable[[], float | None] = lambda: None,
+    relative_error: Callable[[Counts], float | None] = lambda _: None,
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason."""
     options = options or LoopOptions()
     counts, (shard, shards), number, left = Counts(), options.shard, -1, 0
     step = Step(problem, settings, sums)
-    process = CapturedSteps(step, sums, options.cuda_graphs) if options.cuda_graphs else step
+    captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
+    process = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
     saved = _resumed(step, counts, options)
     interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
     reporter = Reporter(options.progress) if callable(options.progress) else None
@@ -85,12 +86,16 @@ def run(
                     if not counts.batches or step.method.left_to_autograd > left:
                         problem.inspect(batch, outputs)
                     left = step.method.left_to_autograd
+                    if counts.batches & (counts.batches - 1) == 0:  # 0, 1, 2, 4, ...: some are enough
+                        core = problem.distributions(outputs, labels=False).core
+                        counts.add_noise_shares(settings.estimator.noise_shares(core))
                     counts.running_samples = counts.running_samples + outputs.samples
                     counts.running_positions = counts.running_positions + outputs.positions
                     counts.batches, counts.next = counts.batches + 1, number + 1
                     counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+                    counts.methods = step.method.methods()
                     if reporter:
-                        reporter.batch_done(lambda: counts.progress(relative_error()))
+                        reporter.batch_done(lambda: counts.progress(relative_error(counts)))
                     counts.stopped = enough(counts) if enough else ""
                     if saved:
                         saved.end_batch()
@@ -113,7 +118,7 @@ def run(
             if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and counts.batches):
                 raise
             counts.stopped = f"interrupted after {counts.batches} batches"
-    counts.passes, counts.methods, counts.verified = step.method.passes, step.method.methods(), step.method.verified
+    counts.passes, counts.verified = step.method.passes, step.method.verified
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
         got = f"{counts.batches} batches" + (f" in shard {shard} of {shards}" if shards > 1 else "")

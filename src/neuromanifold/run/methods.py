@@ -81,7 +81,7 @@ class Method(ABC):
         return {"passes": self.passes}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore what `state` returned, in this process or in another."""
         self.passes = state["passes"]
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import message, random_seed
 from neuromanifold.estimators import Estimator, Hutchinson
+from neuromanifold.persample.accumulate.base import zero_sums
 from neuromanifold.persample.batch import BatchBackward
 from neuromanifold.persample.scaling import involves_half
 from neuromanifold.problem.batches import model_device
@@ -55,10 +56,10 @@ class RunningFisher:
         self._chosen = select_parameters(model, parameters)
         half = involves_half(model.parameters(), model_device(model))
         self._backward = BatchBackward(list(self._chosen.values()), half)
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         self._generator = torch.Generator(model_device(model))
-        self._means = [_zeros(parameter) for parameter in self._chosen.values()]
-        self._noise = [_zeros(parameter) for parameter in self._chosen.values()]
+        self._means = [zero_sums(parameter) for parameter in self._chosen.values()]
+        self._noise = [zero_sums(parameter) for parameter in self._chosen.values()]
         self._model, self._seed = type(model).__name__, seed
         self.steps = self.samples = self.positions = self.passes = 0
 
@@ -115,8 +116,3 @@ class RunningFisher:
             self.positions,
             provenance,
         )
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from neuromanifold.core.checks import integer_in_range
+from neuromanifold.core.checks import random_seed
 from neuromanifold.estimators import Estimator
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
@@ -29,7 +29,7 @@ class Settings:
     @classmethod
     def of(cls, estimator: Estimator, granularity: str, seed: int) -> Settings:
         """Check the arguments; probes that are squared by whole batches are independent."""
-        seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+        seed = random_seed(seed)
         level = choose_granularity(estimator, granularity)
         return cls(estimator.for_batches() if level == "batch" else estimator, level, seed)
 
@@ -57,7 +57,7 @@ class Step:
         self.method.verify_late(batch)
 
     def synchronize(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: a step that runs eagerly leaves no work behind."""
 
     def seed(self, number: int) -> None:
         """Set the generator to the noise of batch `number`."""

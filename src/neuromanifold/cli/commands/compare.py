@@ -44,7 +44,7 @@ def compare_command(
         raise ValueError(message("A and B", "results for the same parameters", got, advice))
     groups = components(list(a))
     groups |= {TOTAL: list(a)} if len(groups) > 1 else {}
-    rows = [(component, *_cells(a, b, names)) for component, names in groups.items()]
+    rows = [(component, *_comparison_cells(a, b, names)) for component, names in groups.items()]
     print_table(f"{file.name} against {reference.name}, per sample", _HEADER, rows, _NOTES)
     about = {letter: (one, one.provenance) for letter, one in zip("AB", loaded, strict=True)}
     print_facts(
@@ -52,7 +52,7 @@ def compare_command(
     )
 
 
-def _cells(a: DiagonalFisher, b: DiagonalFisher, names: Sequence[str]) -> tuple[str, ...]:
+def _comparison_cells(a: DiagonalFisher, b: DiagonalFisher, names: Sequence[str]) -> tuple[str, ...]:
     a, b = (_means(one, names) for one in (a, b))
     found = a.compare(b)
     random = any(bool(noise.any()) for one in (a, b) for noise in one.noise.values())

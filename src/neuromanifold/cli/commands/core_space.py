@@ -31,12 +31,12 @@ def core_space_command(
     """Show the metric of the core space: how tight the paper's bounds are, and how fast its exact spectrum is."""
     file = out / "core-space.png"
     check_creatable(file)
-    print_table(_TITLE, _HEADER, [_row(*case) for case in _CASES], _NOTES, left=0)
+    print_table(_TITLE, _HEADER, [_tightness_row(*case) for case in _CASES], _NOTES, left=0)
     with needs_matplotlib():
         print_facts({"plot": save_figure(plot_core_path(core_path(classes)), file)})
 
 
-def _row(classes: int, scale: float) -> tuple[str, ...]:
+def _tightness_row(classes: int, scale: float) -> tuple[str, ...]:
     ratios = (f"{value:.3f}" for value in tightness(classes, scale))
     return (str(classes), f"{scale:g}", *ratios, f"{1e6 * _seconds_per_sample(classes, scale):.1f} µs")
 

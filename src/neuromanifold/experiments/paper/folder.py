@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from neuromanifold._version import __version__
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, random_seed
 from neuromanifold.results.files import load_json, save_json, without_nan
 
 _PACKAGES = ("transformers", "datasets", "numpy", "triton")
@@ -40,7 +40,7 @@ class PaperSettings:
     def __post_init__(self) -> None:
         integer_in_range(self.batches, "batches", 1, 10**9, "how many batches")
         integer_in_range(self.batch_size, "batch_size", 1, 10**9, "samples in a batch")
-        integer_in_range(self.seed, "seed", 0, 2**63 - 1, "a seed")
+        random_seed(self.seed)
 
 
 class Folder:

@@ -195,7 +195,7 @@ def _rows(run: PaperRun, task: PaperTask, model: LoadedModel, data: LoadedData) 
     seen, reason = 0, ""
     while len(good) < wanted and seen < len(data.rows):
         part = list(data.rows[seen : seen + min(size, wanted - len(good))])
-        found, why = _usable(data, part)
+        found, why = _usable_rows(data, part)
         good, seen, reason = good + found, seen + len(part), reason or why
         if seen >= wanted and 2 * len(good) < seen:
             break
@@ -206,7 +206,7 @@ def _rows(run: PaperRun, task: PaperTask, model: LoadedModel, data: LoadedData) 
     return list(data.rows[:wanted]), False, 0
 
 
-def _usable(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
+def _usable_rows(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
     """The rows whose labels are classes of the model, and the error message of the first other one."""
     try:
         data.collate(rows)
@@ -214,7 +214,7 @@ def _usable(data: LoadedData, rows: list[int]) -> tuple[list[int], str]:
         if len(rows) == 1:
             return [], str(error)
         half = len(rows) // 2
-        (first, why), (second, also) = (_usable(data, part) for part in (rows[:half], rows[half:]))
+        (first, why), (second, also) = (_usable_rows(data, part) for part in (rows[:half], rows[half:]))
         return first + second, why or also
     return rows, ""
 

@@ -1,7 +1,8 @@
-"""Compiling C by the compiler of this machine, once: the library is kept in the user's cache.
+"""Compiles C kernels with this machine's compiler, once; libraries are cached in the user's cache folder.
 
-Its name holds what it was made from: the source, the flags, and all that the compiler says of itself and of this
-processor.  It is written aside and renamed, so several processes may do so at once.  If anything fails, there is none.
+The name of a library is a hash of the source, the flags, and the macros that the compiler defines for this processor.
+It is written to another name and renamed, so that several processes may compile at once.  Any failure means that there
+is no kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _library(source: Path, function: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def parallel() -> ctypes.c_void_p | None:
-    """OpenMP's way to run a function in several threads, of the very library that torch uses: its threads are there."""
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, whose threads exist already; None without it."""
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
     except (OSError, AttributeError):
@@ -58,20 +59,20 @@ def _load_or_build(source: Path, function: str, compiler: list[str]) -> ctypes.C
         if _is_whole(kept):
             return _load(kept, function)
     except (OSError, RuntimeError, ValueError, AttributeError):
-        pass  # no home, nothing there, or not a library: to be made again
+        pass  # no home, no file, or not a library: compile it again
     command = [*compiler, *flags, str(source), "-lm"]
     try:
         _cache().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=_cache()) as folder:
-            return _build(command, function, Path(folder) / name, _cache() / name)
+            return _compile(command, function, Path(folder) / name, _cache() / name)
     except (OSError, RuntimeError):
         with tempfile.TemporaryDirectory(prefix="neuromanifold-", ignore_cleanup_errors=True) as folder:
-            return _build(command, function, Path(folder) / name, None)
+            return _compile(command, function, Path(folder) / name, None)
 
 
-def _build(command: list[str], function: str, made: Path, kept: Path | None) -> ctypes.CDLL:
-    """Compile, and load; what works is kept, with a digest of it beside it."""
-    _run([*command, "-o", str(made)])
+def _compile(command: list[str], function: str, made: Path, kept: Path | None) -> ctypes.CDLL:
+    """Compile and load a library; keep it with a digest of its contents if it loads."""
+    _output_of([*command, "-o", str(made)])
     found = _load(made, function)
     if kept is not None:
         seal = made.with_suffix(_SEAL)
@@ -82,7 +83,7 @@ def _build(command: list[str], function: str, made: Path, kept: Path | None) -> 
 
 
 def _is_whole(kept: Path) -> bool:
-    """Whether nothing is missing: loading a part of a library may end the process."""
+    """Whether a cached library is complete: loading a truncated one may crash the process."""
     return kept.with_suffix(_SEAL).read_text() == _digest(kept)
 
 
@@ -92,10 +93,10 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _for_this_processor(compiler: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Flags, and the macros that a compiler defines with them: its version, and what the processor can do."""
+    """Return flags, and the macros that a compiler defines with them: its version, and the processor's features."""
     for own in _THIS_PROCESSOR:
         try:
-            return (*_FLAGS, *own), _run([*compiler, *own, "-dM", "-E", "-x", "c", os.devnull])
+            return (*_FLAGS, *own), _output_of([*compiler, *own, "-dM", "-E", "-x", "c", os.devnull])
         except subprocess.CalledProcessError:
             continue
     raise OSError("The compiler does not work.")
@@ -108,7 +109,7 @@ def _load(path: Path, function: str) -> ctypes.CDLL:
     return found
 
 
-def _run(command: list[str]) -> bytes:
+def _output_of(command: list[str]) -> bytes:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_LIMIT)
     return done.stdout
 

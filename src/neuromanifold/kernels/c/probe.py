@@ -1,4 +1,4 @@
-"""The deflated probe in C: tensors as probe.c takes them."""
+"""Calls probe.c, which makes deflated probes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SOURCE = Path(__file__).with_name("probe.c")
 _ALONE = 2**14  # numbers that one thread does before others are woken
 
 
-class _Job(ctypes.Structure):
-    """As in probe.c."""
+class _ProbeJob(ctypes.Structure):
+    """The struct of the same fields in probe.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "noise", "u", "left")),
@@ -24,7 +24,7 @@ class _Job(ctypes.Structure):
     )
 
 
-def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
+def call_deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
     """Make the probe that `dispatch.deflated_probe` describes, in single or double precision; None without a kernel.
 
     v is positive at the likeliest class, as `core.spectrum` has it.
@@ -36,7 +36,7 @@ def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
     logits, noise = logits.contiguous().resolve_neg(), noise.contiguous()  # in memory as they are
     u, left_out = torch.empty_like(logits), torch.empty(logits.shape[:-1], dtype=torch.bool, device="cpu")
     pointers = (tensor.data_ptr() for tensor in (logits, noise, u, left_out))
-    job = _Job(*pointers, logits.shape[:-1].numel(), logits.shape[-1], logits.dtype == torch.float64)
+    job = _ProbeJob(*pointers, logits.shape[:-1].numel(), logits.shape[-1], logits.dtype == torch.float64)
     if not kernel.probe(ctypes.byref(job), build.parallel(), threads):
         raise MemoryError("There is no memory for a row of logits.")
     return Deflated(u, left_out if job.skipped else None)

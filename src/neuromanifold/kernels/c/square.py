@@ -1,4 +1,4 @@
-"""Tensors, as the kernel takes them: pointers, strides, and tables of where positions lie.
+"""Calls square.c: turns tensors into pointers, strides, and tables of where positions lie.
 
 Letters: n sample, g group, t position, o row of the parameter, c channel, k tap.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from neuromanifold.kernels.c import build
-from neuromanifold.kernels.values import Accumulators, Windows
+from neuromanifold.kernels.values import Accumulators, Windows, flat_positions, source_positions
 
 SOURCE = Path(__file__).with_name("square.c")
-LEAST = 2**18  # multiplications: for less, nothing need be compiled
+LEAST = 2**18  # multiplications: for fewer, compiling does not pay
 _LARGEST = 2**24  # image of a block's channels: each thread copies one
-_FILLED, _OF_A_GROUP = 0.25, 16  # of a tile at least; and rows, so that what is packed is used more than once
+_FILLED, _OF_A_GROUP = 0.25, 16  # least filled share of a tile; least rows of a group, so that packing pays
 _COLUMNS, _ROWS, _BLOCK = {True: 256, False: 576}, 128, 2**16 + 2**13  # of a block; the former for one tap
 
 
-class _Job(ctypes.Structure):
-    """As in square.c."""
+class _SquareJob(ctypes.Structure):
+    """The struct of the same fields in square.c: pointers, sizes, strides, blocks and factors."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("left", "right", "squares", "fourths")),
@@ -40,7 +40,7 @@ class _Job(ctypes.Structure):
 
 
 class _Tables(NamedTuple):
-    """Where things lie: positions of left, and of windows of right, their taps; pixels if right is to be copied."""
+    """Offsets in memory: positions of left, windows of right, and their taps; pixels if right is to be copied."""
 
     left_at: Tensor
     right_at: Tensor
@@ -58,12 +58,12 @@ class _Side(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """As the kernel takes them."""
+        """The three strides in the order of the struct."""
         return self.n, self.g, self.last
 
 
 class _Sizes(NamedTuple):
-    """Of everything but images; rows and channels of one group."""
+    """Sizes of all dimensions but space; rows and channels of one group."""
 
     samples: int
     groups: int
@@ -73,8 +73,8 @@ class _Sizes(NamedTuple):
     taps: int
 
 
-def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bool:
-    """Do what `dispatch.add_squares_of_products` says, for left and right in float32 with any strides."""
+def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+    """Run `dispatch.add_squares_of_products` for left and right in float32 with any strides."""
     if not _float32(left, right, to):
         return False
     if left.ndim == 3:
@@ -83,10 +83,10 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators) -> bo
     sizes = _Sizes(samples, groups, positions, rows, channels, 1)
     strides = left.stride(2), right.stride(2), right.stride(3)
     one, other = (_Side(side, side.stride(0), side.stride(1), side.stride(3)) for side in (left, right))
-    return _run(one, other, to, sizes, lambda: _of_products(positions, *strides))
+    return _call(one, other, to, sizes, lambda: _product_tables(positions, *strides))
 
 
-def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
+def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
     """Add squares of windows of slid [n, g·c, *space] times fixed [n, g·o, *positions] to sums [g·o, c, *kernel]."""
     if not _float32(slid, fixed, to):
         return False
@@ -96,7 +96,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
     left = _Side(fixed, fixed.stride(0), rows * fixed.stride(1), fixed.stride(1))
     right = _Side(slid, slid.stride(0), channels * slid.stride(1), slid.stride(1))
     options = (kernel, stride, padding, dilation, slid.stride()[2:], fixed.stride()[2:])
-    return _run(left, right, to, sizes, lambda: _of_convolution(tuple(slid.shape[2:]), positions, *options))
+    return _call(left, right, to, sizes, lambda: _convolution_tables(tuple(slid.shape[2:]), positions, *options))
 
 
 def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
@@ -106,7 +106,7 @@ def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     return single and all(tensor.is_contiguous() for tensor in sums)
 
 
-def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
+def _call(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: Callable[[], _Tables]) -> bool:
     if prod(sizes) < LEAST:
         return False
     threads = torch.get_num_threads()
@@ -124,7 +124,7 @@ def _run(left: _Side, right: _Side, to: Accumulators, sizes: _Sizes, tables_of: 
     pointers = (_pointer(tensor) for tensor in (left.values, right.values, to.squares, to.fourths, *tables))
     square_factor, fourth_factor, factor = to.kernel_factors
     factors = (factor, square_factor, fourth_factor)
-    job = _Job(*pointers, *sizes, pixels, *left.strides, *right.strides, *block, *factors)
+    job = _SquareJob(*pointers, *sizes, pixels, *left.strides, *right.strides, *block, *factors)
     return bool(kernel.add_squares(ctypes.byref(job), build.parallel(), threads))
 
 
@@ -134,7 +134,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 @functools.lru_cache(maxsize=1024)
 def _blocks(sizes: _Sizes, threads: int, tile_rows: int, width: int) -> tuple[int, int] | None:
-    """Rows and channels of a block: few enough to stay in the cache, and for threads to have equally many blocks.
+    """Return rows and channels of a block: few enough for the cache, and so that threads have equally many blocks.
 
     None where tiles would be filled with little but zeros, or packing would take longer than torch's own convolution:
     groups of few channels.
@@ -160,14 +160,14 @@ def _blocks(sizes: _Sizes, threads: int, tile_rows: int, width: int) -> tuple[in
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_products(positions: int, left: int, right: int, channel: int) -> _Tables:
-    """Positions lie a stride apart; right is copied if its channels do, too."""
+def _product_tables(positions: int, left: int, right: int, channel: int) -> _Tables:
+    """Return the tables of a product, whose positions lie a stride apart; right is copied if its channels do, too."""
     at, one = torch.arange(positions), torch.zeros(1, dtype=torch.int64)
     return _Tables(at * left, at * right, one) if channel == 1 else _Tables(at * left, at, one, at * right)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_convolution(
+def _convolution_tables(
     space: tuple[int, ...],
     windows: tuple[int, ...],
     kernel: tuple[int, ...],
@@ -177,31 +177,18 @@ def _of_convolution(
     slid: tuple[int, ...],
     fixed: tuple[int, ...],
 ) -> _Tables:
-    """The image is copied with its padding; of pointwise convolutions, only what they look at."""
+    """Return the tables of a convolution: the image is copied with its padding; if pointwise, only what is used."""
     padded = tuple(size + 2 * amount for size, amount in zip(space, padding, strict=True))
     step = stride if prod(kernel) == 1 else (1,) * len(space)
     pixels = windows if prod(kernel) == 1 else padded
-    source, outside = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.bool)
-    for size, many, apart, amount, unit in zip(space, pixels, step, padding, slid, strict=True):
-        at = torch.arange(many) * apart - amount
-        source = source[..., None] + at * unit
-        outside = outside[..., None] | (at < 0) | (at >= size)
-    source = source.masked_fill(outside, -1).flatten()
+    source = source_positions(space, pixels, step, padding, slid)
     if prod(kernel) == 1:
         right_at, taps = torch.arange(len(source)), torch.zeros(1, dtype=torch.int64)
     else:
         steps = [prod(padded[d + 1 :]) for d in range(len(padded))]
-        right_at = _grid(windows, [a * b for a, b in zip(steps, stride, strict=True)])
-        taps = _grid(kernel, [a * b for a, b in zip(steps, dilation, strict=True)])
-    return _Tables(_grid(windows, fixed), right_at, taps, source)
-
-
-def _grid(shape: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Σ_d position_d · step_d for all positions of a shape, flat."""
-    total = torch.zeros((), dtype=torch.int64)
-    for size, step in zip(shape, steps, strict=True):
-        total = total[..., None] + torch.arange(size) * step
-    return total.flatten()
+        right_at = flat_positions(windows, [a * b for a, b in zip(steps, stride, strict=True)])
+        taps = flat_positions(kernel, [a * b for a, b in zip(steps, dilation, strict=True)])
+    return _Tables(flat_positions(windows, fixed), right_at, taps, source)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""Squares of single samples' weight gradients of a convolution on a GPU, which are never written out.
+"""Squares of per-sample weight gradients of a convolution on a GPU; the gradients are never written out.
 
     for each tile of the weight [o, i], i = (k, c), and each share of the samples, in a program of its own:
         for each sample n, for each tile of positions t:      one flat loop: loads run ahead from sample to sample
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from neuromanifold.kernels.triton.images import (
     Arrangement,
-    Layout,
+    ImageFormat,
     alignment,
     arrangement,
     check_windows,
@@ -36,11 +36,11 @@ from neuromanifold.kernels.triton.images import (
     readable,
 )
 from neuromanifold.kernels.triton.launch import ceil_div, multiprocessors, split_samples
-from neuromanifold.kernels.triton.tiles import HALF, Config, choose
+from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convolution_tiles
 
 
-class Plan(NamedTuple):
-    """All that does not depend on the numbers in the tensors."""
+class ConvolutionLaunch(NamedTuple):
+    """Everything about a launch that does not depend on the values of the tensors."""
 
     shape: tuple[int, int]  # of the sums
     x: Arrangement | None  # None: as it is
@@ -66,9 +66,9 @@ def add_squares(
     tf32: bool = False,
     deterministic: bool = False,
     split: int | None = None,
-    config: Config | None = None,
+    config: ConvolutionTiles | None = None,
 ) -> None:
-    """squares += a Σ_n (f G_n)² and fourths += b Σ_n (f G_n)⁴, for `factors` a, b, f.
+    """Add a Σ_n (f G_n)² to squares and b Σ_n (f G_n)⁴ to fourths, for `factors` a, b, f.
 
     G_n[o, (c, k)] = Σ_t g[n, o, t] x[n, c, k·dilation + t·stride - padding].
 
@@ -77,7 +77,7 @@ def add_squares(
     """
     flags = tf32, fourths is not None, deterministic
     (x, x_layout), (g, g_layout) = readable(x), readable(g)
-    plan = _plan(
+    plan = _convolution_launch(
         x.device, x_layout, g_layout, kernel, stride, padding, dilation, groups, flags, split, config
     )  # fmt: skip
     for sums in (squares, fourths):
@@ -92,7 +92,7 @@ def add_squares(
         parts = (plan.grid[1], *plan.shape)
         targets = [squares.new_empty(parts), None if fourths is None else squares.new_empty(parts)]
     a, b, f = factors
-    _squares[plan.grid](
+    _square_convolutions[plan.grid](
         x, g, *targets, x_scales, g_scales, kept(plan.table), *plan.sizes,
         a if fourths is not None else a * f * f, b, f, **plan.options,
     )  # fmt: skip
@@ -103,10 +103,10 @@ def add_squares(
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _convolution_launch(
     device: torch.device,
-    x: Layout,
-    g: Layout,
+    x: ImageFormat,
+    g: ImageFormat,
     kernel: tuple[int, ...],
     stride: tuple[int, ...],
     padding: tuple[int, ...],
@@ -114,9 +114,9 @@ def _plan(
     groups: int,
     flags: tuple[bool, bool, bool],
     split: int | None,
-    config: Config | None,
-) -> Plan:
-    """Which copies are made, how the work is cut, and all that the compiler must know."""
+    config: ConvolutionTiles | None,
+) -> ConvolutionLaunch:
+    """Return which operands are copied, the grid, and the compile-time options."""
     tf32, fourths, deterministic = flags
     (samples, channels, *space), (_, outs, *out) = x.shape, g.shape
     outs, ins, taps, positions = outs // groups, channels // groups, prod(kernel), prod(out)
@@ -124,7 +124,7 @@ def _plan(
     scaled = tf32 and dtype == torch.float32
     dtype = torch.float16 if scaled else dtype
     multiple = _multiple(channels, groups)
-    config = config or choose(
+    config = config or convolution_tiles(
         outs, ceil_div(ins, multiple) * multiple * taps, positions, samples, groups, dtype, fourths, taps == 1
     )
     padded = [size + 2 * amount for size, amount in zip(space, padding, strict=True)]
@@ -161,7 +161,7 @@ def _plan(
         t_align = 1
     else:
         o_align = i_align = 1
-    return Plan(
+    return ConvolutionLaunch(
         shape=(outs * groups, ins * taps),
         x=x_plan,
         g=g_plan,
@@ -191,12 +191,12 @@ def _plan(
 
 
 def _multiple(channels: int, groups: int) -> int:
-    """To what channels are filled up when they are copied: 3 to 4, for example, which are loaded as one piece."""
+    """Return the multiple that copied channels are padded to: 3 become 4, which are loaded as one piece."""
     return 4 if groups == 1 and channels % 4 and 3 * ceil_div(channels, 4) <= channels else 1
 
 
-def _check_sizes(x: Layout, g: Layout, numbers: int) -> None:
-    """Raise a ValueError for what the kernel would misread."""
+def _check_sizes(x: ImageFormat, g: ImageFormat, numbers: int) -> None:
+    """Raise a ValueError for tensors that the kernel does not take."""
     dtypes = (torch.float32, *HALF)
     if x.dtype not in dtypes or g.dtype not in dtypes:
         raise ValueError(f"x is {x.dtype} and g {g.dtype}; each must be one of {dtypes}.")
@@ -207,7 +207,7 @@ def _check_sizes(x: Layout, g: Layout, numbers: int) -> None:
 
 
 @triton.jit(do_not_specialize=["samples", "share", "groups", "outs", "ins", "taps", "positions", "size"])
-def _squares(
+def _square_convolutions(
     x,
     g,
     squares,
@@ -239,7 +239,7 @@ def _squares(
     FOURTHS: tl.constexpr,
     APART: tl.constexpr,  # each share writes sums of its own
 ):
-    """One tile of the weight, one share of the samples."""
+    """Square one tile of the weight for one share of the samples."""
     outs = outs * O_ALIGN
     ins = ins * I_ALIGN
     row = ins * taps  # of the weight

@@ -1,10 +1,10 @@
-"""Single samples' weight gradients of a depthwise convolution on a GPU, and of one with few channels in a group.
+"""Per-sample weight gradients of a convolution with one or a few channels in a group, on a GPU.
 
     G[n, o, (c, k)] = Σ_t g[n, o, t] · x[n, c of o's group, koff(k) + toff(t)]
 
-There is nothing to multiply matrices for: a program reads a row g[n, o] once and, for all kernel positions at a time,
-the shifted rows of x, which after the first of them are in the nearest cache.  What comes out is small and is squared
-elsewhere.
+The matrices are too small to multiply: a program reads a row g[n, o] once and, for all kernel positions at a time, the
+shifted rows of x, which after the first of them are in the nearest cache.  The gradients are small, and are squared by
+the caller.
 
 Letters: n sample, t position, o out feature, i = (c, k): c channel of the group, k kernel position.
 """
@@ -27,8 +27,8 @@ from neuromanifold.kernels.triton.launch import ceil_div, power_of_two
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Config(NamedTuple):
-    """How one program cuts the work: `by_taps` gives each thread a kernel position, else each has positions t."""
+class DepthwiseTiles(NamedTuple):
+    """Sizes of a program's tile: `by_taps` gives each thread a kernel position, else each has positions t."""
 
     block_t: int
     block_i: int
@@ -44,15 +44,17 @@ def gradients(
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
-    config: Config | None = None,
+    config: DepthwiseTiles | None = None,
 ) -> Tensor:
-    """G [n, o, c/groups · k] in float32; always the same numbers for the same input."""
+    """Return G [n, o, c/groups · k] in float32; the result is deterministic."""
     if x.dtype not in DTYPES or g.dtype not in DTYPES or not (x.is_contiguous() and g.is_contiguous()):
         raise ValueError(
             f"x and g must be contiguous, of one of {DTYPES}; got x {x.dtype}, strides {x.stride()}, "
             f"and g {g.dtype}, strides {g.stride()}."
         )
-    shape, programs, table, sizes, options = _plan(x.device, x.shape, g.shape, kernel, stride, dilation, groups, config)
+    shape, programs, table, sizes, options = _depthwise_launch(
+        x.device, x.shape, g.shape, kernel, stride, dilation, groups, config
+    )
     found = torch.empty(shape, dtype=torch.float32, device=x.device)
     if programs:
         _gradients[(programs,)](x, g, found, kept(table), *sizes, **options)
@@ -60,7 +62,7 @@ def gradients(
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _depthwise_launch(
     device: torch.device,
     x: torch.Size,
     g: torch.Size,
@@ -68,12 +70,12 @@ def _plan(
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
-    config: Config | None,
+    config: DepthwiseTiles | None,
 ) -> tuple[tuple[int, int, int], int, Tensor, tuple[int, ...], dict[str, Any]]:
-    """The result's shape, how many programs, and what they are told."""
+    """Return the result's shape, the number of programs, and their table, sizes and options."""
     samples, channels, outs, taps, positions = x[0], x[1] // groups, g[1] // groups, prod(kernel), prod(g[2:])
     width, size = channels * taps, prod(x[2:])
-    config = config or choose(width, positions)
+    config = config or depthwise_tiles(width, positions)
     check_windows(x[2:], g[2:], kernel, stride, dilation, config.block_t)
     if channels * size >= 2**31:
         raise ValueError(f"One group of x has {channels * size} numbers; there must be fewer than 2³¹.")
@@ -92,14 +94,14 @@ def _plan(
     )
 
 
-def choose(width: int, positions: int) -> Config:
-    """Few positions: a thread for each kernel position, nothing to add up across threads.  Many: threads along rows."""
+def depthwise_tiles(width: int, positions: int) -> DepthwiseTiles:
+    """Return tiles: for few positions a thread for each kernel position, for many threads along rows."""
     block_i = power_of_two(min(32, width))
     if positions <= 64 and block_i >= 16:
-        return Config(16, block_i, True, 1)
+        return DepthwiseTiles(16, block_i, True, 1)
     block_i = ceil_div(width, ceil_div(width, 32)) if width else 1
     warps = 1 if positions < 1024 else 4
-    return Config(32 * warps, block_i, False, warps)
+    return DepthwiseTiles(32 * warps, block_i, False, warps)
 
 
 @triton.jit(do_not_specialize=["outs", "channels", "taps", "positions", "size"])
@@ -117,7 +119,7 @@ def _gradients(
     BLOCK_I: tl.constexpr,
     BY_TAPS: tl.constexpr,
 ):
-    """One row n, o; a block of i."""
+    """Compute a block of i of one row (n, o)."""
     width = channels * taps
     blocks = tl.cdiv(width, BLOCK_I)
     row = tl.program_id(0) // blocks  # n, o

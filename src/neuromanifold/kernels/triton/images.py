@@ -2,9 +2,9 @@
 
     values [n, c, *space]  →  [n, *positions, c],   position p from  p·stride - padding,  zeros from outside
 
-A dtype is changed on the way, or float32 becomes float16 with a scale for each channel of each sample.  Float16 has the
-significand of TensorFloat32; scaled by the power of two that brings a channel's largest magnitude into [2¹³, 2¹⁴), it
-keeps 11 bits of everything down to 2⁻²⁷ of it.  Infinities and NaNs remain.
+The dtype may change in the copy, or float32 becomes float16 with a scale for each channel of each sample.  Float16 has
+the significand of TensorFloat32; scaled by the power of two that brings a channel's largest magnitude into [2¹³, 2¹⁴),
+it keeps 11 bits of everything down to 2⁻²⁷ of it.  Infinities and NaNs remain.
 
 Letters: n sample, c channel, p position, k kernel position.
 """
@@ -24,28 +24,29 @@ import triton.language as tl
 from torch import Tensor
 
 from neuromanifold.kernels.triton.launch import ceil_div, power_of_two
+from neuromanifold.kernels.values import flat_positions, source_positions
 
 TABLE = 256  # tables of positions are filled up to a multiple of this: the largest block of positions
 
 
-class Layout(NamedTuple):
-    """What a tensor [n, c, *space] is like, as far as kernels differ by it."""
+class ImageFormat(NamedTuple):
+    """The properties of a tensor [n, c, *space] that kernels differ by."""
 
     shape: torch.Size
     dtype: torch.dtype
     last: bool  # channels last in memory; else contiguous
 
 
-def readable(values: Tensor) -> tuple[Tensor, Layout]:
-    """The same numbers, contiguous or channels last; the latter where it is both."""
+def readable(values: Tensor) -> tuple[Tensor, ImageFormat]:
+    """Return a tensor as contiguous or channels last, without a copy if it is one of them, and its format."""
     last = values.movedim(1, -1).is_contiguous()
     if not last:
         values = values.contiguous()
-    return values, Layout(values.shape, values.dtype, last)
+    return values, ImageFormat(values.shape, values.dtype, last)
 
 
 class Arrangement(NamedTuple):
-    """A copy, planned: all that does not depend on the values."""
+    """Everything about the copy of an image that does not depend on its values."""
 
     shape: tuple[int, ...]  # [n, *positions, c]
     dtype: torch.dtype
@@ -56,7 +57,7 @@ class Arrangement(NamedTuple):
     options: dict[str, Any]
 
     def __call__(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The copy, and scales [n, c] by which it is to be multiplied."""
+        """Return the copy, and scales [n, c] by which it is to be multiplied."""
         to = torch.empty(self.shape, dtype=self.dtype, device=values.device)
         scales = None
         if self.scaled:
@@ -67,7 +68,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangement(
-    layout: Layout,
+    layout: ImageFormat,
     device: torch.device,
     dtype: torch.dtype,
     positions: Sequence[int] | None = None,
@@ -77,9 +78,9 @@ def arrangement(
     scaled: bool = False,
     multiple: int = 1,
 ) -> Arrangement:
-    """Positions are those of the image with `padding` zeros on both sides, unless they are given.
+    """Return how to copy an image: with `padding` zeros on both sides, or at given `positions`.
 
-    Channels are filled up with zeros to a multiple of `multiple`.
+    Channels are padded with zeros to a multiple of `multiple`.
     """
     samples, channels, *rest = layout.shape
     space, padding, stride = tuple(rest), tuple(padding or (0,) * len(rest)), tuple(stride or (1,) * len(rest))
@@ -118,13 +119,13 @@ def arrangement(
 
 
 def alignment(count: int, dtype: torch.dtype) -> int:
-    """The largest power of two that divides a row's length, up to what the widest loads take: 16 bytes."""
+    """Return the largest power of two that divides a row's length, up to the widest loads: 16 bytes."""
     return max(1, min(16 // dtype.itemsize, count & -count))
 
 
 @triton.jit
-def _read(values, table, p, c, channels, length, positions, LAST: tl.constexpr, TABLE: tl.constexpr):
-    """[positions, channels] of one sample; zero outside."""
+def _load_positions(values, table, p, c, channels, length, positions, LAST: tl.constexpr, TABLE: tl.constexpr):
+    """Load [positions, channels] of one sample; zero outside."""
     source = p
     inside = p < positions
     if TABLE:
@@ -152,7 +153,7 @@ def _arrange(
     TABLE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """A tile of one sample; if it is to be scaled, all positions of a few channels, read twice: once from the cache."""
+    """Copy a tile of one sample; if scaled, all positions of a few channels, read twice: once from the cache."""
     channels = channels * C_ALIGN
     length = length * P_ALIGN
     if not TABLE:
@@ -175,7 +176,7 @@ def _arrange(
     if SCALED:
         largest = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
         for start in range(0, positions, BLOCK_P):
-            value = _read(values, table, start + p, c, channels, length, positions, LAST, TABLE)
+            value = _load_positions(values, table, start + p, c, channels, length, positions, LAST, TABLE)
             largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))  # ordered as positive floats are
         most = tl.max(largest, axis=0)
         exponent = tl.where(most == 0, 140, tl.maximum(most >> 23, 14))  # scales and their inverses: normal numbers
@@ -183,12 +184,12 @@ def _arrange(
         down = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
         tl.store(scales + n * stored + c, down, mask=c < stored)
         for start in range(0, positions, BLOCK_P):
-            value = _read(values, table, start + p, c, channels, length, positions, LAST, TABLE) * up[None, :]
+            value = _load_positions(values, table, start + p, c, channels, length, positions, LAST, TABLE) * up[None, :]
             mask = (start + p < positions)[:, None] & (c < stored)[None, :]
             tl.store(to + (start + p)[:, None] * stored + c[None, :], value.to(to.dtype.element_ty), mask=mask)
     else:
         p += first
-        value = _read(values, table, p, c, channels, length, positions, LAST, TABLE)
+        value = _load_positions(values, table, p, c, channels, length, positions, LAST, TABLE)
         mask = (p < positions)[:, None] & (c < stored)[None, :]
         tl.store(to + p[:, None] * stored + c[None, :], value.to(to.dtype.element_ty), mask=mask)
 
@@ -202,10 +203,10 @@ def offsets(
     dilation: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Where the kernel's positions lie in an image, and after them where the windows do: int32 [k + t], then zeros."""
+    """Return offsets of the kernel's positions in an image, then those of the windows: int32 [k + t], then zeros."""
     steps = _steps(space)
-    taps = _grid(kernel, [step * d for step, d in zip(steps, dilation, strict=True)])
-    windows = _grid(out, [step * s for step, s in zip(steps, stride, strict=True)])
+    taps = flat_positions(kernel, [step * d for step, d in zip(steps, dilation, strict=True)])
+    windows = flat_positions(out, [step * s for step, s in zip(steps, stride, strict=True)])
     return _move(torch.cat([taps, torch.nn.functional.pad(windows, (0, -len(windows) % TABLE))]), device)
 
 
@@ -235,41 +236,28 @@ def _sources(
     stride: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Where each position comes from in the image: int32, -1 from outside."""
-    total, outside = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.bool)
-    for size, many, amount, step, unit in zip(space, positions, padding, stride, _steps(space), strict=True):
-        at = torch.arange(many, dtype=torch.int32) * step - amount
-        total = total[..., None] + at * unit
-        outside = outside[..., None] | (at < 0) | (at >= size)
-    return _move(total.masked_fill(outside, -1).flatten(), device)
+    """Return where each position comes from in the image: int32, -1 from outside."""
+    return _move(source_positions(space, positions, stride, padding, _steps(space)), device)
 
 
-_recorded: dict[int, Tensor] = {}
+_captured: dict[int, Tensor] = {}
 
 
 def kept(table: Tensor | None) -> Tensor | None:
-    """The table, which lives on once it is part of a CUDA graph: a replay reads it, whatever caches have forgotten."""
+    """Return the table, kept alive once it is part of a CUDA graph: a replay reads it after caches have dropped it."""
     if table is not None and table.is_cuda and torch.cuda.is_current_stream_capturing():
-        _recorded[id(table)] = table
+        _captured[id(table)] = table
     return table
 
 
 def _move(table: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "Tables cannot be made while a CUDA graph is recorded; let the same shapes pass once before."
+            "Tables cannot be made while a CUDA graph is captured; run the same shapes eagerly once before."
         )
-    return table.to(device)
-
-
-def _grid(shape: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Σ_d position_d · step_d for all positions of a shape, flat."""
-    total = torch.zeros((), dtype=torch.int32)
-    for size, step in zip(shape, steps, strict=True):
-        total = total[..., None] + torch.arange(size, dtype=torch.int32) * step
-    return total.flatten()
+    return table.to(device, torch.int32)
 
 
 def _steps(space: Sequence[int]) -> list[int]:
-    """From one position to the next, in each dimension."""
+    """Return the strides of contiguous space, in elements."""
     return list(accumulate(reversed(space[1:]), int.__mul__, initial=1))[::-1]

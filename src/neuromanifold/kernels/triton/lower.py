@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, sign
+from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, row_mask, sign
 from neuromanifold.kernels.values import Probe
 
 MOST_STEPS = tl.constexpr(20)
@@ -37,7 +37,7 @@ IMPOSSIBLE = tl.constexpr(600.0)  # how far a logit is below the largest: e^-600
 def lower_probe(
     logits: Tensor, rank: int, scale: float, generator: torch.Generator, counts: Tensor | None = None
 ) -> Probe:
-    """scale · Σ_j √λ_j v_j ξ_j at logits [..., C] with C <= 4096; the host does not wait for the device.
+    """Return scale · Σ_j √λ_j v_j ξ_j at logits [..., C] with C <= 4096, without synchronizing.
 
     `rank`: how many eigenpairs, at most 32; from C - 1 on they are all that there are.  `counts` and types: as for
     `neuromanifold.kernels.triton.probe.hutchinson_probe`.
@@ -48,37 +48,19 @@ def lower_probe(
         block = triton.next_power_of_2(classes)
         with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
             _lower[len(rows),](
-                rows,
-                u,
-                finite.view(torch.uint8),
-                finite if counts is None else counts.reshape(-1).contiguous().view(torch.uint8),
-                seed,
-                classes,
-                rows.stride(0),
-                scale,
-                RANK=min(rank, classes - 1),
-                MASKED=counts is not None,
-                BLOCK=block,
+                rows, u, finite.view(torch.uint8), row_mask(finite, counts), seed, classes, rows.stride(0), scale,
+                RANK=min(rank, classes - 1), MASKED=counts is not None, BLOCK=block,
                 num_warps=max(1, min(16, block // 128)),
-            )
+            )  # fmt: skip
     return Probe(u.view(logits.shape), finite.view(logits.shape[:-1]))
 
 
 @triton.jit
 def _lower(
-    logits,
-    u,
-    finite,
-    counts,
-    seed,
-    classes,
-    stride,
-    scale,
-    RANK: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Vectors are over classes [c]; all else belongs to the row."""
+    logits, u, finite, counts, seed, classes, stride, scale,
+    RANK: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Make the probe of one row.  Vectors are over classes [c]; all else is one number for the row."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     length = classes

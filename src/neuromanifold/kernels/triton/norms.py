@@ -1,4 +1,4 @@
-"""Gradients of scales and shifts, sample by sample, in one reading of input and gradient: Σ_t g_t∘x̂_t and Σ_t g_t."""
+"""Per-sample gradients of scales and shifts, Σ_t g_t∘x̂_t and Σ_t g_t, from one read of input and gradient."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _features(
     x, g, sums, T, D, x_n, x_t, g_n, g_t, each, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Some positions of one sample; x̂ is over the features of a position."""
+    """Sum over some positions of one sample; x̂ is normalised over the features of a position."""
     n, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     d, t = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     scale, shift = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
@@ -45,7 +45,7 @@ def _features(
 def _channels(
     x, g, mean, variance, sums, ROWS_ALL, C, L, eps, POSITIONS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of samples, [rows, p]; x̂ = (x - mean)/√(variance + eps) with fixed numbers for each channel."""
+    """Sum over some channels of samples, [rows, p]; x̂ = (x - mean)/√(variance + eps) by channel."""
     row, p = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, POSITIONS)
     here = row < ROWS_ALL
     m = tl.load(mean + row % C, mask=here, other=0.0).to(tl.float32)[:, None]
@@ -63,8 +63,8 @@ def _channels(
     tl.store(sums + ROWS_ALL + row, shift, mask=here)
 
 
-def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
-    """LayerNorm (centred) or RMSNorm over the last dimension: (Σ_t g∘x̂, Σ_t g) as [n, d] each, for x, g [n, t, d]."""
+def launch_feature_norm(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+    """Return (Σ_t g∘x̂, Σ_t g) [n, d] for x, g [n, t, d]: LayerNorm (centred) or RMSNorm over the last dimension."""
     n, t, d = g.shape
     columns = power_of_two(d)
     rows = max(1, min(16, 4096 // columns))
@@ -81,12 +81,12 @@ def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tup
 
 
 def fits_feature_norm(x: Tensor, g: Tensor) -> bool:
-    """Whether `feature_norm_sums` can do it."""
+    """Whether `launch_feature_norm` takes these tensors: features contiguous, and not too many."""
     return x.shape[-1] <= _LARGEST and x.stride(-1) == 1 and g.stride(-1) == 1
 
 
-def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x̂ = (x - mean)/√(variance + eps) by channel: (Σ_l g∘x̂, Σ_l g) as [n, c] each, for contiguous x, g [n, c, p]."""
+def launch_channel_norm(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (Σ_l g∘x̂, Σ_l g) [n, c] for contiguous x, g [n, c, l], with x̂ = (x - mean)/√(variance + eps)."""
     n, c, length = g.shape
     sums = torch.empty((2, n, c), dtype=torch.float32, device=g.device)
     if not g.numel():

@@ -22,7 +22,7 @@ GROUP = 128  # columns with a common scale
 
 
 class Packed(NamedTuple):
-    """values·scales are the numbers."""
+    """float32 numbers as float16 values times scales, powers of two."""
 
     values: Tensor  # [n, t, c]  float16
     scales: Tensor  # [n, groups]  float32 powers of two
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
 
 @triton.jit
 def _pack(values, packed, scales, T, C, v_n, v_t, GROUPS, GROUP: tl.constexpr, POSITIONS: tl.constexpr):
-    """One sample, one group of columns: its largest magnitude, then all of it scaled."""
+    """Pack one group of columns of one sample: find its largest magnitude, then scale."""
     n, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c, t = group * GROUP + tl.arange(0, GROUP), tl.arange(0, POSITIONS)
     inside = (c < C)[None, :]
@@ -52,7 +52,7 @@ def _pack(values, packed, scales, T, C, v_n, v_t, GROUPS, GROUP: tl.constexpr, P
 
 
 def pack(values: Tensor) -> Packed:
-    """float32 [n, t, c] with a last stride of 1."""
+    """Return float32 numbers [n, t, c], whose last stride is 1, as float16 with scales."""
     n, t, c = values.shape
     groups = ceil_div(c, GROUP)
     packed = torch.empty((n, t, c), dtype=torch.float16, device=values.device)

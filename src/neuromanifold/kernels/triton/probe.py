@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, sign
+from neuromanifold.kernels.triton.probing import buffers, positive_root, random_words, row_mask, sign
 from neuromanifold.kernels.values import Probe
 
 LARGEST_BLOCK = 4096
@@ -44,7 +44,7 @@ LARGEST_BLOCK = 4096
 def hutchinson_probe(
     logits: Tensor, deflate: bool, scale: float, generator: torch.Generator, counts: Tensor | None = None
 ) -> Probe:
-    """scale · S η at logits [..., C] in float32, bfloat16 or float16; the host does not wait for the device.
+    """Return scale · S η at logits [..., C] in float32, bfloat16 or float16, without synchronizing.
 
     `counts` [...]: rows where it is False are not read, and get zeros.  u has the type of the logits, but float32 for
     float16.
@@ -56,43 +56,19 @@ def hutchinson_probe(
         tile_rows = max(1, min(32, 512 // block))
         with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
             _probe[triton.cdiv(len(rows), tile_rows),](
-                rows,
-                u,
-                finite.view(torch.uint8),
-                finite if counts is None else counts.reshape(-1).contiguous().view(torch.uint8),
-                seed,
-                len(rows),
-                classes,
-                rows.stride(0),
-                scale,
-                DEFLATE=deflate,
-                STEPS=2 if classes <= block else 1,
-                MASKED=counts is not None,
-                ROWS=tile_rows,
-                BLOCK=block,
-                num_warps=max(4, min(16, tile_rows * block // 256)),
-            )
+                rows, u, finite.view(torch.uint8), row_mask(finite, counts), seed, len(rows), classes, rows.stride(0),
+                scale, DEFLATE=deflate, STEPS=2 if classes <= block else 1, MASKED=counts is not None, ROWS=tile_rows,
+                BLOCK=block, num_warps=max(4, min(16, tile_rows * block // 256)),
+            )  # fmt: skip
     return Probe(u.view(logits.shape), finite.view(logits.shape[:-1]))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _probe(
-    logits,
-    u,
-    finite,
-    counts,
-    seed,
-    n,
-    classes,
-    stride,
-    scale,
-    DEFLATE: tl.constexpr,
-    STEPS: tl.constexpr,
-    MASKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Axes: r row, c column.  What belongs to a row has shape [r, 1]."""
+    logits, u, finite, counts, seed, n, classes, stride, scale, DEFLATE: tl.constexpr, STEPS: tl.constexpr,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Make the probes of a tile of rows.  Axes: r row, c column.  What belongs to a row has shape [r, 1]."""
     SPAN: tl.constexpr = 32 // ROWS * BLOCK  # the columns that the bits of one word for each lane last for
     program = tl.program_id(0)
     within = tl.arange(0, ROWS)[:, None]  # [r, 1]
@@ -113,7 +89,7 @@ def _probe(
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, end, BLOCK):
         column = start + lanes
-        z = _read(z_row, column, counted, classes)
+        z = _load_logits(z_row, column, counted, classes)
         larger = z > top  # false for NaN, which then goes into the sum
         high, low = tl.where(larger, z, top), tl.where(larger, top, z)
         f = tl.where(low == float("-inf"), 0.0, tl.exp(low - high))
@@ -153,7 +129,7 @@ def _probe(
             s_lane = tl.zeros([ROWS, BLOCK], tl.float32)
             A_lane = tl.zeros([ROWS, BLOCK], tl.float32)
             for start in range(0, end, BLOCK):
-                root = _root(z_row, start + lanes, counted, classes, likely, base)
+                root = _root_ratios(z_row, start + lanes, counted, classes, likely, base)
                 r = root * root
                 d = 1.0 / (x + (1.0 - r))
                 s_lane += r * (x * d) * (x * d)
@@ -172,7 +148,7 @@ def _probe(
         words = random_words(key, begin + lanes, program, 0)
         for start in range(begin, tl.minimum(begin + SPAN, end), BLOCK):
             xi = sign(words, (start - begin) // BLOCK * ROWS + within)
-            root = _root(z_row, start + lanes, counted, classes, likely, base)
+            root = _root_ratios(z_row, start + lanes, counted, classes, likely, base)
             root_xi += root * xi
             if DEFLATE:
                 w = root * (x / (x + (1.0 - root * root)))
@@ -197,7 +173,7 @@ def _probe(
         for start in range(begin, tl.minimum(begin + SPAN, classes), BLOCK):
             column = start + lanes
             eta = sign(words, (start - begin) // BLOCK * ROWS + within)
-            root = _root(z_row, column, counted, classes, likely, base)
+            root = _root_ratios(z_row, column, counted, classes, likely, base)
             if DEFLATE:
                 eta = eta - along * root * (x / (x + (1.0 - root * root)))
             root = root * root_share  # √p_i
@@ -207,15 +183,15 @@ def _probe(
 
 
 @triton.jit
-def _read(z_row, column, counted, classes):
+def _load_logits(z_row, column, counted, classes):
     """Logits [r, c]; -inf where there are none."""
     return tl.load(z_row + column, mask=counted & (column < classes), other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _root(z_row, column, counted, classes, likely, base):
+def _root_ratios(z_row, column, counted, classes, likely, base):
     """√r_i = e^((z_i - base)/2) [r, c]; 0 for the likeliest class."""
-    z = _read(z_row, column, counted, classes)
+    z = _load_logits(z_row, column, counted, classes)
     return tl.exp(0.5 * (tl.where(column == likely, float("-inf"), z) - base))
 
 

@@ -31,10 +31,10 @@ class Buffers(NamedTuple):
 
 
 def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
-    """Return rows of logits [..., C] with memory for their cotangents, and a seed; the host does not wait.
+    """Return rows of logits [..., C] with memory for their cotangents, and a seed; without synchronizing.
 
-    u has the type of the logits, but float32 for float16, which has no room for small entries before the backward pass
-    scales them up.
+    u has the type of the logits, but float32 for float16, in which small entries would underflow before the
+    backward pass scales them up.
     """
     rows = logits.detach().reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -45,6 +45,11 @@ def buffers(logits: Tensor, generator: torch.Generator) -> Buffers:
         torch.empty(len(rows), dtype=torch.bool, device=rows.device),
         torch.empty(1, dtype=torch.int64, device=rows.device).random_(generator=generator),
     )
+
+
+def row_mask(finite: Tensor, counts: Tensor | None) -> Tensor:
+    """Return which rows count, as bytes [n]; without a mask, any tensor that the kernel does not read."""
+    return finite if counts is None else counts.reshape(-1).contiguous().view(torch.uint8)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from neuromanifold.kernels.triton.launch import ceil_div, multiprocessors, power
 from neuromanifold.kernels.triton.pack import GROUP, Packed
 
 
-class Config(NamedTuple):
+class ProductTiles(NamedTuple):
     """Sizes of a tile, and how a program is run."""
 
     outs: int
@@ -34,40 +34,40 @@ class Config(NamedTuple):
     at_once: int  # programs that one multiprocessor runs at the same time
 
     def shared(self, itemsize: int) -> int:
-        """Bytes of shared memory for tiles that are on their way."""
+        """Return the bytes of shared memory for tiles that are being loaded."""
         return self.stages * self.positions * (self.outs + self.ins) * itemsize
 
 
-SHARED = 200 * 2**10  # of which a program may have so much
+SHARED = 200 * 2**10  # bytes of shared memory that a program may use
 
 
 class Choice(NamedTuple):
-    """A config for at most so many positions, and numbers of the weight."""
+    """The tiles for at most so many positions and entries of the weight."""
 
     positions: float
     numbers: float
-    config: Config
+    config: ProductTiles
 
 
 # By measured time on an H200 (benchmarks/gpu_kernels.py --tune): the first whose limits are not exceeded.
 HALF = (
-    Choice(64, math.inf, Config(64, 128, 64, 4, 3, 2)),
-    Choice(128, math.inf, Config(128, 128, 64, 8, 3, 1)),
-    Choice(math.inf, 2**24, Config(128, 128, 128, 8, 3, 1)),
-    Choice(math.inf, math.inf, Config(64, 128, 64, 4, 3, 2)),
+    Choice(64, math.inf, ProductTiles(64, 128, 64, 4, 3, 2)),
+    Choice(128, math.inf, ProductTiles(128, 128, 64, 8, 3, 1)),
+    Choice(math.inf, 2**24, ProductTiles(128, 128, 128, 8, 3, 1)),
+    Choice(math.inf, math.inf, ProductTiles(64, 128, 64, 4, 3, 2)),
 )
 SINGLE = (
-    Choice(64, math.inf, Config(64, 64, 64, 4, 2, 4)),
-    Choice(256, math.inf, Config(64, 64, 32, 4, 3, 4)),
-    Choice(math.inf, 2**24, Config(64, 64, 16, 4, 3, 4)),
-    Choice(math.inf, math.inf, Config(64, 64, 64, 4, 2, 4)),
+    Choice(64, math.inf, ProductTiles(64, 64, 64, 4, 2, 4)),
+    Choice(256, math.inf, ProductTiles(64, 64, 32, 4, 3, 4)),
+    Choice(math.inf, 2**24, ProductTiles(64, 64, 16, 4, 3, 4)),
+    Choice(math.inf, math.inf, ProductTiles(64, 64, 64, 4, 2, 4)),
 )
 # With fourth powers, a third more registers are needed.
 HALF_FOURTHS = (
-    Choice(128, math.inf, Config(128, 128, 64, 8, 3, 1)),
-    Choice(math.inf, math.inf, Config(128, 128, 64, 8, 4, 1)),
+    Choice(128, math.inf, ProductTiles(128, 128, 64, 8, 3, 1)),
+    Choice(math.inf, math.inf, ProductTiles(128, 128, 64, 8, 4, 1)),
 )
-SINGLE_FOURTHS = (Choice(math.inf, math.inf, Config(64, 64, 32, 4, 3, 3)),)
+SINGLE_FOURTHS = (Choice(math.inf, math.inf, ProductTiles(64, 64, 32, 4, 3, 3)),)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _tile(
     pointer, offset, first, t, columns, T, SIZE, t_stride,
     EVEN_T: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """[positions, columns] of one sample; zero outside.  FAR: a position times its stride needs 64 bits."""
+    """Load [positions, columns] of one sample; zero outside.  FAR: a position times its stride needs 64 bits."""
     position = first + t
     if FAR:
         position = position.to(tl.int64)
@@ -94,7 +94,7 @@ def _scaled(
     acc, n, o, left_scales, right_scales, skip, OUT, IN, row, column, factor,
     GROUP: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr, FOURTHS: tl.constexpr,
 ):  # fmt: skip
-    """The sample's gradient in the wanted units; zero in rows that are done elsewhere."""
+    """Return the sample's gradient in the wanted units; zero in rows that `skip` names."""
     if SCALED:
         left_scale = tl.load(left_scales + n * tl.cdiv(OUT, GROUP) + row)
         acc = acc * (left_scale * tl.load(right_scales + n * tl.cdiv(IN, GROUP) + column))
@@ -107,14 +107,14 @@ def _scaled(
 
 
 @triton.jit
-def _squares(
+def _square_products(
     left, right, left_scales, right_scales, skip, squares, fourths,
     N, T, OUT, IN, l_n, l_t, r_n, r_t, each, square_factor, fourth_factor, factor,
     OUTS: tl.constexpr, INS: tl.constexpr, POSITIONS: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr,
     FOURTHS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the parameter, some of the samples.  STEPS: tiles of positions if they are few, else 0."""
+    """Square one tile of the parameter for some of the samples.  STEPS: tiles of positions if they are few, else 0."""
     tiles_i = tl.cdiv(IN, INS)
     row, column = tl.program_id(0) // tiles_i, tl.program_id(0) % tiles_i
     part = tl.program_id(1)
@@ -169,7 +169,7 @@ def _squares(
 
 @triton.jit
 def _finish(to, sums, at, inside, part, OUT, IN, ENDING: tl.constexpr):
-    """Add to what is there: alone, by atomics, or apart for each part of the samples."""
+    """Add sums to the target: by a plain store, by atomics, or to a buffer for each part of the samples."""
     if ENDING == "alone":
         tl.store(to + at, tl.load(to + at, mask=inside, other=0.0) + sums, mask=inside)
     elif ENDING == "atomic":
@@ -178,7 +178,7 @@ def _finish(to, sums, at, inside, part, OUT, IN, ENDING: tl.constexpr):
         tl.store(to + part.to(tl.int64) * OUT * IN + at, sums, mask=inside)
 
 
-def add_squares_of_products(
+def launch_product_squares(
     left: Tensor | Packed,
     right: Tensor | Packed,
     squares: Tensor,
@@ -186,11 +186,11 @@ def add_squares_of_products(
     *,
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0),
     skip: Tensor | None = None,
-    config: Config | None = None,
+    config: ProductTiles | None = None,
     parts: int | None = None,
     deterministic: bool = False,
 ) -> None:
-    """squares [o, i] += a Σ_n (f G_n)² and fourths += b Σ_n (f G_n)⁴, for G_n = Σ_t left[n, t, :] ⊗ right[n, t, :].
+    """Add a Σ_n (f G_n)² to squares [o, i] and b Σ_n (f G_n)⁴ to fourths, for G_n = Σ_t left[n, t, :] ⊗ right[n, t, :].
 
     `factors` are (a, b, f).  left [n, t, o] and right [n, t, i] have one dtype, float32, bfloat16 or float16, and any
     strides but the last, which is 1; or both are packed.  `skip` [n, o]: nonzero where a sample's row does not count.
@@ -202,12 +202,12 @@ def add_squares_of_products(
     if not x.numel() or not y.numel():
         return
     flags = scaled, skip is not None, fourths is not None, deterministic
-    grid, each, options = _plan(x.device, x.dtype, n, t, o, i, flags, config, parts)
+    grid, each, options = product_launch(x.device, x.dtype, n, t, o, i, flags, config, parts)
     targets = [squares, fourths]
     if options["ENDING"] == "apart":
         targets = [squares.new_empty((grid[1], o, i)), None if fourths is None else squares.new_empty((grid[1], o, i))]
     a, b, f = factors
-    _squares[grid](
+    _square_products[grid](
         x, y, x_scales, y_scales, skip, *targets, n, t, o, i, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
         each, a if fourths is not None else a * f * f, b, f, FAR=t * max(x.stride(1), y.stride(1)) >= 2**31, **options,
     )  # fmt: skip
@@ -218,7 +218,7 @@ def add_squares_of_products(
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def product_launch(
     device: torch.device,
     dtype: torch.dtype,
     n: int,
@@ -226,12 +226,12 @@ def _plan(
     o: int,
     i: int,
     flags: tuple[bool, bool, bool, bool],
-    config: Config | None,
+    config: ProductTiles | None,
     parts: int | None,
 ) -> tuple[tuple[int, int], int, dict[str, Any]]:
-    """The grid, how many samples a program has, and all that the compiler must know."""
+    """Return the grid, the samples of a program, and the compile-time options."""
     scaled, skip, fourths, deterministic = flags
-    config = config or choose(dtype, t, o, i, fourths)
+    config = config or product_tiles(dtype, t, o, i, fourths)
     tiles, steps = ceil_div(o, config.outs) * ceil_div(i, config.ins), ceil_div(t, config.positions)
     parts = parts or split_samples(tiles, n, steps, config.at_once * multiprocessors(device))
     each = ceil_div(n, parts)
@@ -256,8 +256,8 @@ def _plan(
     return (tiles, parts), each, options
 
 
-def choose(dtype: torch.dtype, t: int, o: int, i: int, fourths: bool) -> Config:
-    """Tiles for a shape: no larger than needed, since what lies outside of the parameter is computed in vain."""
+def product_tiles(dtype: torch.dtype, t: int, o: int, i: int, fourths: bool) -> ProductTiles:
+    """Return tiles for a shape, no larger than needed: what lies outside of the parameter is wasted work."""
     single = dtype == torch.float32
     choices = (SINGLE_FOURTHS if single else HALF_FOURTHS) if fourths else (SINGLE if single else HALF)
     best = next(config for positions, numbers, config in choices if t <= positions and o * i <= numbers)

@@ -1,8 +1,7 @@
 """Squares of an embedding's gradients: what a sample has for a row is added up, squared, and added to the row.
 
-A program has one position of one sample.  If the same row was looked up before by the same sample, it has nothing to
-do; else it adds up all positions with that row, which usually is its own alone.  No sorting, and nothing that the CPU
-would have to wait for.
+A program has one position of one sample.  If an earlier position of the sample looks up the same row, it ends; else
+it adds up all positions with that row, mostly its own alone.  Nothing is sorted, and nothing synchronizes the host.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,11 +17,11 @@ _POSITIONS, _COLUMNS = 32, 512
 
 
 @triton.jit
-def _rows(
+def _square_rows(
     values, ids, squares, fourths, T, D, v_n, v_t, square_factor, fourth_factor, factor,
     POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, FOURTHS: tl.constexpr,
 ):  # fmt: skip
-    """One position, some of the columns."""
+    """Square some columns of the row that one position looks up."""
     n, own = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
     d, t = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, POSITIONS)
     row = tl.load(ids + n * T + own)
@@ -47,7 +46,7 @@ def _rows(
             tl.atomic_add(fourths + row * D + d, acc * acc * fourth_factor, mask=d < D, sem="relaxed")
 
 
-def add_squares_of_rows(
+def launch_row_squares(
     values: Tensor, ids: Tensor, squares: Tensor, fourths: Tensor | None, factors: tuple[float, float, float]
 ) -> None:
     """squares[r] += a Σ_n (f Σ_{t: id = r} v[n, t])², and fourths with b, for values [n, t, d] and ids [n, t].
@@ -59,7 +58,7 @@ def add_squares_of_rows(
         return
     columns, positions = (min(most, max(16, power_of_two(size))) for most, size in ((_COLUMNS, d), (_POSITIONS, t)))
     a, b, f = factors
-    _rows[(n * t, ceil_div(d, columns))](
+    _square_rows[(n * t, ceil_div(d, columns))](
         values, ids, squares, fourths, t, d, values.stride(0), values.stride(1), a, b, f,
         POSITIONS=positions, COLUMNS=columns, FOURTHS=fourths is not None, num_warps=4,
     )  # fmt: skip

@@ -3,13 +3,14 @@
 DiagonalSums   Σ g² and Σ g⁴ of every entry
 TraceSums      Σ ‖g‖², no tensor of a parameter's size
 GradientRows   the gradients themselves, as rows
+KeptForms      the gradients themselves, as they come
 """
 
 from __future__ import annotations
 
 from neuromanifold.persample.accumulate.base import GradientSums, Pass, StatefulSums
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums, Tally
-from neuromanifold.persample.accumulate.rows import GradientRows
+from neuromanifold.persample.accumulate.rows import GradientRows, KeptForms
 from neuromanifold.persample.accumulate.trace import TraceSums
 
-__all__ = ["DiagonalSums", "GradientRows", "GradientSums", "Pass", "StatefulSums", "Tally", "TraceSums"]
+__all__ = ["DiagonalSums", "GradientRows", "GradientSums", "KeptForms", "Pass", "StatefulSums", "Tally", "TraceSums"]

@@ -1,12 +1,14 @@
-"""What every accumulator takes: the gradients of one backward pass after the other."""
+"""The interface of accumulators, which take the gradients of one backward pass after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.persample.gradients import Form
 
 
@@ -24,7 +26,7 @@ class Pass(NamedTuple):
 
 
 class GradientSums(Protocol):
-    """Takes the gradients of one pass after the other."""
+    """An accumulator: takes the gradients of one pass after the other, and keeps sums of them."""
 
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take gradients summed over a batch, or those of one sample; None stands for zero."""
@@ -33,13 +35,13 @@ class GradientSums(Protocol):
         """Take the per-sample gradients of parameter number i; autograd must not be recording."""
 
     def end_pass(self) -> None:
-        """All gradients of a pass have been added."""
+        """End a pass: all of its gradients have been added."""
 
     def end_batch(self) -> None:
-        """All passes of a batch have been added."""
+        """End a batch: all of its passes have been added."""
 
     def synchronize(self) -> None:
-        """Between batches: read back what is needed, and decide what is kept of the next one."""
+        """Read back values from the device between batches, and decide what is kept of the next batch."""
 
 
 @runtime_checkable
@@ -47,7 +49,12 @@ class StatefulSums(GradientSums, Protocol):
     """Sums whose state can be written to a checkpoint between batches, as tensors and numbers, and restored."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all that the rest of a run depends on."""
+        """Return all that the rest of a run depends on, as tensors and as values that JSON can hold."""
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore what `state` returned, in this process or in another."""
+
+
+def zero_sums(parameter: Tensor) -> Tensor:
+    """Zeros of a parameter's shape on its device, in float32 or better: where squares of gradients are added."""
+    return torch.zeros(parameter.shape, dtype=promoted(parameter.dtype), device=parameter.device)

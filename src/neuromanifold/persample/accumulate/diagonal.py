@@ -1,4 +1,4 @@
-"""Accumulators: what is kept of the gradients of all passes."""
+"""Accumulator for the diagonal: Σ g² of every entry, and Σ g⁴ for its standard error."""
 
 from __future__ import annotations
 
@@ -11,35 +11,32 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.core.checks import promoted
+from neuromanifold.persample.accumulate.base import Pass, zero_sums
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, own
 from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
 
-# On a CPU, how many numbers are squared, added and raised to the fourth at a time: few enough to stay in the cache.
-_CHUNK = 2**18
-
-
-# Of so many samples all fourth powers are taken, then of one batch in so many.
-_ALL_OF, _ONE_IN = 128, 4
+_CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
+_ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
 _EARLY = 8  # batches in which gradients may become much larger than before
 _NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
 
 
 class Tally(NamedTuple):
-    """Samples of each parameter that have been seen, and whose fourth powers were taken; samples of the last batch."""
+    """Numbers of samples: seen and with fourth powers taken, for each parameter; and those of the last batch."""
 
     seen: list[int]
     taken: list[int]
     of_batch: int
 
     def since(self, before: Tally) -> Tally:
-        """What a batch has added."""
+        """Return the counts that came after `before`."""
         seen, taken = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], self[:2], strict=True))
         return Tally(seen, taken, self.of_batch)
 
     def plus(self, more: Tally) -> Tally:
-        """With what a batch adds."""
+        """Return these counts and those of a further batch together."""
         seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(self[:2], more[:2], strict=True))
         return Tally(seen, taken, more.of_batch)
 
@@ -55,12 +52,12 @@ class DiagonalSums:
         count = len(parameters)
         self._parameters = parameters
         self._keeps = fourth_powers
-        self._squares: list[Tensor | None] = [None] * count  # made when the first is needed, as .grad is
+        self._squares: list[Tensor | None] = [None] * count  # allocated when first needed, as .grad is
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
         self._small = SmallSums()
-        self._products: dict[int, SquaredProduct] = {}  # what several passes of a batch have in common
-        self._sizes: dict[int, Tensor] = {}  # about how large gradients are now, to be looked at later
+        self._products: dict[int, SquaredProduct] = {}  # sums over the passes of a batch
+        self._sizes: dict[int, Tensor] = {}  # root mean squares, read back between batches
         self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
         self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
         self._takes = True  # fourth powers of this batch, also where they cost much
@@ -83,10 +80,10 @@ class DiagonalSums:
             return
         look = self._look(values[0].device)
         if look == "now" or not (self.capturing or all(self._units[i] for i in used)):
-            for i, size in zip(used, _read(_sizes(values)), strict=True):
+            for i, size in zip(used, _read_back(_root_mean_squares(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
-            self._sizes.update(zip(used, _sizes(values), strict=True))
+            self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
@@ -103,7 +100,7 @@ class DiagonalSums:
             if i in self._products and not self._products[i].goes_on_with(form):
                 self._add_product(i, self._products.pop(i))  # x @ w has the cotangent on the right
             if i not in self._products:
-                self._products[i] = SquaredProduct.of(form, _precise(self._parameters[i]))
+                self._products[i] = SquaredProduct.of(form, promoted(self._parameters[i].dtype))
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
             return
         squares = self._square(i)
@@ -123,9 +120,9 @@ class DiagonalSums:
         form.add_squares(Accumulators(squares, fourths, unit, made_by.sample_noise, made_by.scale))
 
     def _look(self, device: torch.device) -> Literal["now", "later", "never"]:
-        """Whether to look if gradients have grown: in the first batches, then in number 16, 32, ...
+        """Whether to check if gradients have grown: in the first batches, then in number 16, 32, ...
 
-        Reading values back makes a GPU wait: there they are read after the batch, all together.
+        Reading a value back synchronizes a GPU: there all of them are read together, after the batch.
         """
         early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
         if self.capturing or not (early or rare):
@@ -135,12 +132,12 @@ class DiagonalSums:
     def synchronize(self) -> None:
         """Raise units, and decide whether the next batch's fourth powers are taken where they cost much.
 
-        An error bar need not be as exact as what it belongs to.  They are taken of the first samples, and then of one
-        of every four batches, at random, so that nothing in the order of the data goes with it.
+        An error bar need not be as exact as the estimate.  Fourth powers are taken of the first samples, and then of
+        one of every four batches, chosen at random so that it does not correlate with the order of the data.
         """
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
-            for i, size in zip(there, _read(list(there.values())), strict=True):
+            for i, size in zip(there, _read_back(list(there.values())), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
@@ -150,19 +147,19 @@ class DiagonalSums:
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """All that differs from batch to batch in what is done with one, apart from its shapes."""
+        """All but the shapes that decides which operations a batch takes: a captured CUDA graph fits one variant."""
         return self._takes and self._keeps, self._changes, self._small.moves
 
     def tally(self) -> Tally:
-        """How many samples have been counted so far."""
+        """Return how many samples have been counted so far."""
         return Tally(list(self._seen), list(self._taken), self._of_batch)
 
     def set_tally(self, tally: Tally) -> None:
-        """Go back to, or on to, other numbers."""
+        """Set the numbers of samples counted so far."""
         self._seen, self._taken, self._of_batch = list(tally.seen), list(tally.taken), tally.of_batch
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Between batches, all that the rest of a run depends on: tensors and numbers."""
+        """Return all sums and counters, between batches."""
         small, values = self._small.state()
         tensors = {f"small.{name}": value for name, value in small.items()}
         for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
@@ -170,7 +167,7 @@ class DiagonalSums:
         return tensors, {"small": values, **{name: getattr(self, name) for name in _NUMBERS}}
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the sums and counters that `state` returned."""
         devices = [parameter.device for parameter in self._parameters]
         small = {name.removeprefix("small."): value for name, value in tensors.items() if name.startswith("small.")}
         self._small.set_state(small, values["small"], devices)
@@ -181,14 +178,14 @@ class DiagonalSums:
             setattr(self, name, values[name])
 
     def discard_batch(self) -> None:
-        """Drop what was taken of a batch that has not come to its end."""
+        """Drop the gradients of a batch that was interrupted."""
         self._small.forget()
         self._sizes, self._products = {}, {}
 
     def _raise_unit(self, i: int, unit: float) -> None:
         """Take a larger unit if gradients have grown much, so that fourth powers do not overflow.
 
-        What was recorded before there was one has been taken in units of 1, and must be a float32 in the new ones, too.
+        Fourth powers captured before there was a unit are in units of 1, and must stay in float32's range.
         """
         old = self._units[i]
         if unit and not old and self._fourths[i] is not None:
@@ -203,22 +200,22 @@ class DiagonalSums:
     def _fourth_powers(self, i: int) -> Tensor:
         kept = self._fourths[i]
         if kept is None:
-            kept = self._fourths[i] = _zeros_like(self._parameters[i])
+            kept = self._fourths[i] = zero_sums(self._parameters[i])
         return kept
 
     def _square(self, i: int) -> Tensor:
         kept = self._squares[i]
         if kept is None:
-            kept = self._squares[i] = _zeros_like(self._parameters[i])
+            kept = self._squares[i] = zero_sums(self._parameters[i])
         return kept
 
     def end_pass(self) -> None:
-        """Square what is small."""
+        """Square the gradients of small parameters, all together."""
         self._small.flush()
 
     @torch.no_grad()
     def end_batch(self) -> None:
-        """Square what has waited."""
+        """Add the products that were summed over the passes of this batch, and square small parameters."""
         products, self._products = self._products, {}
         for i, product in products.items():
             self._add_product(i, product)
@@ -229,11 +226,11 @@ class DiagonalSums:
 
     @property
     def squares(self) -> list[Tensor]:
-        """Σ g², zero where nothing came."""
+        """Σ g² of each parameter, zero for one without any gradient."""
         small, found = self._small.squares(), []
         for i, square in enumerate(self._squares):
             both = square + small[i] if square is not None and i in small else small.get(i, square)
-            found.append(_zeros_like(self._parameters[i]) if both is None else both)
+            found.append(zero_sums(self._parameters[i]) if both is None else both)
         return found
 
     def relative_error(self) -> float | None:
@@ -242,13 +239,13 @@ class DiagonalSums:
         return sum(float(value.double().sum()) for value in self.noise()) / total if total else None
 
     def noise(self, *, last: bool = False) -> list[Tensor]:
-        """√(Σ c g⁴): the standard error of each Σ g².  Where nothing was random, a single zero, expanded.
+        """Return √(Σ c g⁴), the standard error of each Σ g²; where nothing was random, a single zero, expanded.
 
-        `last`: nothing more will be added or asked, so the memory of the sums is used.
+        `last`: these sums are not used any more, so their memory may be overwritten.
         """
         small, found = self._small.fourths(), []
         for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
-            zeros = _zeros_like(parameter.new_empty(()))
+            zeros = zero_sums(parameter.new_empty(()))
             unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
             if i in small:
                 total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
@@ -263,26 +260,26 @@ class DiagonalSums:
 
 @functools.lru_cache(maxsize=16)
 def _chosen(group: int) -> int:
-    """Which of a group of batches has its fourth powers taken."""
+    """Return which batch of a group has its fourth powers taken."""
     return random.Random(group).randrange(_ONE_IN)
 
 
-def _read(sizes: list[Tensor]) -> list[float]:
-    """From a GPU at once, if it is one."""
+def _read_back(sizes: list[Tensor]) -> list[float]:
+    """Return the values as numbers; from a GPU in one transfer."""
     if len({size.device for size in sizes}) > 1:
         return [float(size) for size in sizes]
     values: list[float] = torch.stack([size.double() for size in sizes]).tolist()
     return values
 
 
-def _sizes(values: list[Tensor]) -> list[Tensor]:
-    """The root mean square of each."""
+def _root_mean_squares(values: list[Tensor]) -> list[Tensor]:
+    """Return the root mean square of each tensor."""
     norms = torch._foreach_norm(values)
     return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
 
 
 def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
-    """In the precision of the sums; all in one go where they have another one."""
+    """Return gradients in the precision of the sums, converted by one kernel where they have another."""
     if all(g.dtype == square.dtype for g, square in zip(gradients, squares, strict=True)):
         return gradients
     values = [torch.empty_like(square) for square in squares]
@@ -290,23 +287,15 @@ def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
     return values
 
 
-def _precise(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _zeros_like(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=_precise(parameter), device=parameter.device)
-
-
 def _power_of_two_near(rms: float) -> float:
-    """A unit for fourth powers, whose fourth power is a float32's, too; 0 while the gradient is zero."""
+    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
     return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
 
 
 def _add_at_once(
     values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
 ) -> None:
-    """A few kernel launches for all parameters together."""
+    """Add squares and fourth powers of all parameters by a few kernel launches."""
     products = torch._foreach_mul(values, values)
     torch._foreach_add_(squares, products)
     torch._foreach_mul_(products, factors)
@@ -317,7 +306,7 @@ def _add_at_once(
 def _add_in_chunks(
     values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
 ) -> None:
-    """The same by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
+    """Add them by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
     for i, value in enumerate(values):
         pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
         for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):

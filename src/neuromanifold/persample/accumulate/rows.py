@@ -1,4 +1,4 @@
-"""Gradients themselves, instead of their squares: a row for each sample, or for each batch."""
+"""Accumulators that keep gradients instead of their squares: as rows [n, P], or in the form in which they come."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from neuromanifold.persample.gradients import Form
 
 
 class GradientRows:
-    """Hands over the gradients of each backward pass as rows [n, P]: of n samples, or of the batch as a whole (n = 1).
+    """Passes the gradients of each backward pass on as rows [n, P]: of n samples, or of the whole batch (n = 1).
 
-    Parameters that no rule does come as one gradient for each sample, one after the other.
+    Parameters without a per-sample rule have one gradient for each sample, one after the other.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class GradientRows:
         reserve: Callable[[int], None],
         after_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`dtype`: float32 or float64, of the rows; `reserve` is told how many come before they are made."""
+        """`dtype` of the rows: float32 or float64.  `reserve` is called with their number before they are allocated."""
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0).tolist()
         self._columns = [slice(end - p.numel(), end) for p, end in zip(parameters, ends, strict=True)]
         self._size, self._dtype, self._take, self._reserve = ends[-1], dtype, take, reserve
@@ -35,22 +35,22 @@ class GradientRows:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """One row, of a batch or of the next sample; None stands for zero."""
+        """Add one row, of a batch or of the next sample; None stands for zero."""
         values = [(i, g.reshape(-1).to(self._dtype) / made_by.scale) for i, g in enumerate(gradients) if g is not None]
         self._alone.append(values)
 
     @torch.no_grad()
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """The part of parameter number i in the rows of all samples."""
+        """Add the per-sample gradients of parameter number i to its columns of the samples' rows."""
         if self._rows is None:
             self._reserve(form.samples)
             self._rows = torch.zeros(form.samples, self._size, dtype=self._dtype, device=form.device)
         columns = self._rows[:, self._columns[i]]
-        columns.add_(form.gradients(0, form.samples, self._dtype).view_as(columns), alpha=1 / made_by.scale)
+        columns.add_(form.gradients(0, form.samples, self._dtype).reshape(columns.shape), alpha=1 / made_by.scale)
 
     @torch.no_grad()
     def end_pass(self) -> None:
-        """Hand over the rows."""
+        """Pass the rows of this backward pass on to `take`."""
         rows, alone = self._rows, self._alone
         self._rows, self._alone = None, []
         if rows is None:
@@ -64,8 +64,23 @@ class GradientRows:
             self._take(rows)
 
     def end_batch(self) -> None:
-        """Look at what one batch has taken."""
+        """Call `after_batch`, which may raise if rows take too much memory."""
         self._after_batch()
 
     def synchronize(self) -> None:
-        """Nothing waits."""
+        """Do nothing: all rows have been passed on."""
+
+
+class KeptForms:
+    """Keeps the per-sample gradients of one backward pass in the form in which they come."""
+
+    def __init__(self) -> None:
+        self.forms: dict[int, Form] = {}
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Keep the form of parameter number i."""
+        del made_by
+        self.forms[i] = form
+
+    def end_pass(self) -> None:
+        """Do nothing: forms are kept at once."""

@@ -24,10 +24,10 @@ class _Entry(NamedTuple):
     values: Tensor  # [n, *shape]  the gradients of one parameter
     scale: float  # they are so many times too large
     noise: float  # c with Var(g²) <= c E[g⁴]
-    version: int  # of the values, which may be autograd's own
+    version: int  # of the values, which autograd may share with others
 
     def goes_with(self, other: _Entry) -> bool:
-        """Whether both can be done in one operation."""
+        """Whether both can be squared in one operation."""
         a, b = self.values, other.values
         same = a.shape[0] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
         return same and (self.scale, self.noise) == (other.scale, other.noise)
@@ -51,22 +51,22 @@ class SmallSums:
         self._waiting: dict[int, _Entry] = {}
         self._lines: dict[Layout, _Line] = {}
         self.moves = 0
-        """How often sums have been given other memory."""
+        """How often sums have moved to other memory, which invalidates captured CUDA graphs."""
 
     def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
-        """Take gradients of single samples with respect to parameter number i, [n, *shape]."""
-        entry = _Entry(values, scale, noise, _version(values))
+        """Take per-sample gradients of parameter number i, [n, *shape], until the next `flush`."""
+        entry = _Entry(values, scale, noise, _tensor_version(values))
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Square and add what has been taken."""
+        """Square the gradients that have been taken, and add them to the sums."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        if any(_version(entry.values) != entry.version for entry in waiting.values()):
+        if any(_tensor_version(entry.values) != entry.version for entry in waiting.values()):
             text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
             raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
         layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
@@ -82,7 +82,7 @@ class SmallSums:
             line.fourths += _sum_of_squares(squares).mul_(noise)
 
     def _line(self, layout: Layout, like: Tensor, fourths: bool) -> _Line:
-        """The sums of these parameters, zeros if they are new; merged by parameter where layouts have become many."""
+        """Return the sums of these parameters, zeros if they are new; too many layouts are merged by parameter."""
         if layout not in self._lines and sum(len(known) > 1 for known in self._lines) >= _LAYOUTS:
             self.moves += 1  # each batch uses other parameters
             squares, sums = self.squares(), self.fourths()
@@ -99,11 +99,11 @@ class SmallSums:
         return line
 
     def forget(self) -> None:
-        """Drop what has been taken and not yet added."""
+        """Drop the gradients that have been taken and not yet added."""
         self._waiting = {}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All sums as they are: added up in another order they would be rounded in another way."""
+        """Return all sums as they are: added up in another order they would be rounded differently."""
         self.flush()
         tensors = {f"{k}.squares": line.squares for k, line in enumerate(self._lines.values())}
         fourths = {f"{k}.fourths": line.fourths for k, line in enumerate(self._lines.values())}
@@ -112,7 +112,7 @@ class SmallSums:
         return tensors, {"layouts": layouts, "moves": self.moves}
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any], devices: Sequence[torch.device]) -> None:
-        """Go on from there; `devices` of the parameters."""
+        """Restore what `state` returned; `devices` are those of the parameters."""
         self._waiting, self._lines, self.moves = {}, {}, values["moves"]
         for k, entries in enumerate(values["layouts"]):
             layout = tuple((i, torch.Size(shape)) for i, shape in entries)
@@ -122,27 +122,27 @@ class SmallSums:
             self._lines[layout] = _Line(own(squares, device), None if fourths is None else own(fourths, device))
 
     def squares(self) -> dict[int, Tensor]:
-        """Σ g² of each parameter that has come."""
+        """Return Σ g² of each parameter with a gradient so far."""
         self.flush()
         return _by_parameter({layout: line.squares for layout, line in self._lines.items()})
 
     def fourths(self) -> dict[int, Tensor]:
-        """Σ c g⁴ of each parameter that has come with noise."""
+        """Return Σ c g⁴ of each parameter with a random gradient so far."""
         self.flush()
         return _by_parameter({layout: line.fourths for layout, line in self._lines.items() if line.fourths is not None})
 
 
 def own(values: Tensor, device: torch.device) -> Tensor:
-    """On a device, in memory of torch's own, aligned as all other memory is."""
+    """Return a copy on a device, in memory that torch has allocated and aligned."""
     return values.to(device, copy=True)
 
 
-def _version(values: Tensor) -> int:
+def _tensor_version(values: Tensor) -> int:
     return 0 if values.is_inference() else values._version
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
-    """Over the samples, in float64.  On a CPU, norms over a first dimension take twenty times as long."""
+    """Return Σ_n values², in float64; on a CPU, norms over a first dimension take twenty times as long."""
     if values.device.type != "cpu":
         norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
         return norms.square_()
@@ -153,12 +153,8 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     return total
 
 
-def _plus(a: Tensor, b: Tensor | None) -> Tensor:
-    return a if b is None else a.add_(b)
-
-
 def _by_parameter(lines: dict[Layout, Tensor]) -> dict[int, Tensor]:
-    """Tensors with memory of their own."""
+    """Return the sums of each parameter, added over layouts, as new tensors."""
     found: dict[int, Tensor] = {}
     for layout, line in lines.items():
         for (i, shape), part in zip(layout, torch.split(line, [shape.numel() for _, shape in layout]), strict=True):

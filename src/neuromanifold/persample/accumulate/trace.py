@@ -1,4 +1,4 @@
-"""What is kept of the gradients of all passes where only the trace is asked for."""
+"""Accumulator for the trace: squared norms of gradients instead of their squares."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TraceSums:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Add ‖g/scale‖²."""
+        """Add ‖g/scale‖² of gradients summed over a batch."""
         used = [g.float() if g.dtype.itemsize < 4 else g for g in gradients if g is not None and g.numel()]
         norms = torch._foreach_norm(used) if used else []
         self._whole.extend(norm.double().square() / made_by.scale**2 for norm in norms)
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Add ‖g_n/scale‖² to what sample n has of other parameters."""
+        """Add ‖g_n/scale‖² of one parameter to the squared norm of sample n."""
         del i
         norms = form.squared_norms(torch.float64) / made_by.scale**2
         if not self._single:
@@ -45,7 +45,7 @@ class TraceSums:
         self._single.append(norms.to(self._single[0].device) if self._single else norms)
 
     def end_pass(self) -> None:
-        """Close the sums of this pass."""
+        """Add up the squared norms of all parameters for this pass."""
         if self._whole:
             self._passes.append(float(torch.stack(self._whole).sum()))
         if self._single:
@@ -53,7 +53,7 @@ class TraceSums:
         self._whole, self._single = [], []
 
     def end_batch(self) -> None:
-        """Close the list of this batch's passes."""
+        """Append this batch's passes, and add the squared norms of its samples and their variance."""
         if self._passes:
             self.batches.append(self._passes)
         if self._norms:
@@ -61,7 +61,7 @@ class TraceSums:
         self._passes, self._norms, self._made_by = [], [], []
 
     def _add_samples_of_batch(self, norms: Tensor) -> None:
-        """‖g_n‖² of each pass, [k, n].  The spread of independent passes is their noise; else Σ c ‖g_n‖⁴ bounds it."""
+        """Add ‖g_n‖² [k, n] of k passes; their noise is the spread of independent passes, or at most Σ c ‖g_n‖⁴."""
         self.samples += float(norms.sum())
         if len(norms) > 1 and all(one.independent for one in self._made_by):
             self.samples_variance += len(norms) * float(norms.var(0).sum())
@@ -97,15 +97,15 @@ class TraceSums:
         return noise / total if total else None
 
     def synchronize(self) -> None:
-        """Nothing to decide."""
+        """Do nothing: no sum of norms is left on the device between batches."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Between batches, all that the rest of a run depends on: tensors and numbers."""
+        """Return the sums so far, which are numbers and no tensors."""
         numbers = {"batches": self.batches, "samples": self.samples, "samples_variance": self.samples_variance}
         return {}, numbers
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the sums that `state` returned."""
         del tensors
         self.batches, self.samples = values["batches"], values["samples"]
         self.samples_variance = values["samples_variance"]

@@ -6,7 +6,7 @@ for each case:
     module, input and output gradient are as before
 
     a batch; one sample; none; one parameter at a time; float32         the rule alone
-    called twice; samples in several rows; one input for all samples    in a small network, by the driver
+    called twice; samples in several rows; one input for all samples    in a small network, by the engine
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.persample.checking.examination import Examination, RuleRow
+from neuromanifold.core.checks import integer_in_range, message, random_seed
+from neuromanifold.persample.checking.examination import RuleExamination, RuleRow
 from neuromanifold.persample.checking.inputs import check_inputs, own_parameters
 from neuromanifold.persample.rules.registry import find_rule, known_rules, why_no_rule
 
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What `check_rule` found: a row for each parameter, problems of the rule as a whole, and what was tried."""
+    """What `check_rule` found: a row for each parameter, problems of the rule itself, and the cases."""
 
     module: str
     rule: str
@@ -43,7 +43,9 @@ class RuleCheck:
 
     def __str__(self) -> str:
         table = [("parameter", "relative error", "in float32", "form", "verdict")]
-        table += [(r.parameter, _number(r.error), _number(r.error32), r.form, r.problem or "ok") for r in self.rows]
+        table += [
+            (r.parameter, _scientific(r.error), _scientific(r.error32), r.form, r.problem or "ok") for r in self.rows
+        ]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in table]
         lines.insert(1, "-" * max(map(len, lines)))
@@ -62,10 +64,10 @@ def check_rule(
     samples: int = 8,
     seed: int = 0,
 ) -> RuleCheck:
-    """Try a module's rule against autograd, sample by sample; print the result, or ask its `.passed`.
+    """Compare a module's rule with autograd, sample by sample; print the result, or read its `.passed`.
 
-    Nothing of the module is changed: copies are tried, in eval mode, in float64 and in float32, with parameters moved a
-    little at random.
+    The module is not changed: the checks run on copies, in eval mode, in float64 and in float32, with parameters
+    perturbed at random.
 
     Args:
         module: an example of the layer, with parameters of its own.  Take odd and different sizes, and buffers that
@@ -80,24 +82,24 @@ def check_rule(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("module", "a torch.nn.Module", type(module).__name__))
-    samples = integer_in_range(samples, "samples", 2, 10**6, "one is tried anyway")
-    seed = integer_in_range(seed, "seed", 0, 2**63 - 1, "a seed")
+    samples = integer_in_range(samples, "samples", 2, 10**6, "a single one is a case of its own")
+    seed = random_seed(seed)
     rule = find_rule(module)
     if rule is None:
-        advice = f"Enter one with @nm.rule. Rules are known for: {', '.join(known_rules())}."
+        advice = f"Register one with @nm.rule. Rules are known for: {', '.join(known_rules())}."
         raise ValueError(message("module", "one with a rule", why_no_rule(module), advice))
     generator = torch.Generator().manual_seed(seed)
-    stirred = _stirred(module, generator)
-    given = check_inputs(stirred, inputs, options, samples)
-    examination = Examination(stirred, rule, given, generator)
+    perturbed = _perturbed(module, generator)
+    given = check_inputs(perturbed, inputs, options, samples)
+    examination = RuleExamination(perturbed, rule, given, generator)
     rows = examination.run()
     problems, cases = tuple(examination.problems), tuple(examination.cases)
     return RuleCheck(type(module).__name__, rule.function.__name__, rows, problems, cases)
 
 
 @torch.no_grad()
-def _stirred(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy whose parameters have no ones and zeros, behind which a wrong factor could hide; signs are kept."""
+def _perturbed(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Return a copy whose parameters have no ones and zeros, which would hide a wrong factor; signs are kept."""
     module = copy.deepcopy(module)
     for parameter in own_parameters(module).values():
         noise = torch.rand(parameter.shape, generator=generator).to(parameter)
@@ -105,5 +107,5 @@ def _stirred(module: nn.Module, generator: torch.Generator) -> nn.Module:
     return module
 
 
-def _number(value: float) -> str:
+def _scientific(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1e}" if value else "0"

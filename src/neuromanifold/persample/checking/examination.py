@@ -1,4 +1,4 @@
-"""All cases that a rule is tried in."""
+"""The cases in which `check_rule` compares a rule with autograd."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate import KeptForms, Pass
 from neuromanifold.persample.checking.inputs import Inputs, own_parameters
-from neuromanifold.persample.checking.situations import Kept, Network, rows, same, shared, state, twice
+from neuromanifold.persample.checking.situations import Network, rows, same, shared, state, twice
 from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.gradients import Accumulators, Form
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule
@@ -36,13 +36,13 @@ class RuleRow:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the rule is right for this parameter in all cases."""
         return not self.problem
 
 
 @dataclass
-class Examination:
-    """All cases of one rule.  Each has a fresh copy of the module, so that none spoils another."""
+class RuleExamination:
+    """All cases of one rule; each has a fresh copy of the module."""
 
     module: nn.Module
     rule: Rule
@@ -55,7 +55,7 @@ class Examination:
     cases: list[str] = field(default_factory=list)
 
     def run(self) -> tuple[RuleRow, ...]:
-        """Try everything; `problems` and `cases` are filled meanwhile."""
+        """Run all cases, which fills `problems` and `cases`, and return a row for each parameter."""
         names = [name for name, parameter in self.module._parameters.items() if parameter is not None]
         self._alone("a batch", self.given, names)
         self._alone("one sample", self.given.first(1), names)
@@ -64,7 +64,7 @@ class Examination:
         for name in names if len(names) > 1 else ():
             self._alone(f"only {name} wanted", self.given, [name])
         self._in_network("called twice", twice, self.given)
-        if self.rule.extra_dims and self.given.plain:
+        if self.rule.extra_dims and self.given.single:
             self._in_network("samples in several rows", rows, self.given)
             self._in_network("one input for all samples", shared, self.given)
         self._alone("float32", self.given, names, torch.float32)
@@ -83,7 +83,7 @@ class Examination:
         return RuleRow(name, double, single, self.kinds.get(name, "-"), self.found.get(name, ""))
 
     def _alone(self, case: str, given: Inputs, names: list[str], dtype: torch.dtype = torch.float64) -> None:
-        """The rule's function on one call."""
+        """Compare what the rule's function returns for one call."""
         self.cases.append(case)
         module, given = given.ready(self.module, dtype)
         exact, args = given.ready(self.module, torch.float64)
@@ -98,10 +98,10 @@ class Examination:
                 self.problems.append(f"{case}: returns a {type(forms).__name__}, not a dict from names to forms")
                 return
             for name in names:
-                self._look_at(case, name, forms.get(name), expected[name], dtype)
+                self._compare_form(case, name, forms.get(name), expected[name], dtype)
 
-    def _look_at(self, case: str, name: str, form: object, expected: Tensor, dtype: torch.dtype) -> None:
-        """One form: its shape first, then its numbers."""
+    def _compare_form(self, case: str, name: str, form: object, expected: Tensor, dtype: torch.dtype) -> None:
+        """Compare one form: its shape first, then its numbers."""
         n, shape = expected.shape[0], expected.shape[1:]
         if form is None:
             self._blame(name, f"{case}: nothing is returned for it")
@@ -122,7 +122,7 @@ class Examination:
             self._compare(case + what, name, found, wanted, dtype)
 
     def _in_network(self, case: str, call: Callable[..., Tensor], given: Inputs) -> None:
-        """As the driver uses it: taps around the module, several uses added up before squaring."""
+        """Compare the forms that the engine captures in a network, those of several uses added up."""
         self.cases.append(case)
         module, given = given.ready(self.module, torch.float64)
         own = own_parameters(module)
@@ -130,7 +130,7 @@ class Examination:
         output = net(given)
         g = torch.randn(output.shape, generator=self.generator).to(output)
         expected = sample_gradients(output, list(own.values()), g)
-        engine, kept, backward = PerSampleGradients(net, own), Kept(), None
+        engine, kept, backward = PerSampleGradients(net, own), KeptForms(), None
         with self._reported(case, list(own)), torch.enable_grad(), engine.attached():
             reference = engine.reference(net(given))
             while backward is None:
@@ -141,12 +141,11 @@ class Examination:
             for i, name in enumerate(own):
                 if i in engine.remaining:
                     self._blame(name, f"{case}: the rule is not used, since its gradients are not those of autograd")
-                elif i not in kept.gradients:
+                elif i not in kept.forms:
                     self._blame(name, f"{case}: nothing is returned for it")
                 else:
-                    squares = expected[i].square().sum(0)
-                    self._compare(case, name, kept.gradients[i], expected[i], torch.float64)
-                    self._compare(f"{case}, squares", name, kept.squares[i], squares, torch.float64)
+                    for what, found, wanted in _numbers(kept.forms[i], expected[i], torch.float64):
+                        self._compare(case + what, name, found, wanted, torch.float64)
 
     def _compare(self, case: str, name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         if found.shape != expected.shape:
@@ -168,11 +167,11 @@ class Examination:
 
     @contextmanager
     def _reported(self, case: str, names: list[str]) -> Iterator[None]:
-        """An error inside the rule is a finding, with the place where it happened."""
+        """Turn an exception of the rule into a problem of these parameters, with the line that raised it."""
         try:
             yield
         except NotApplicableError as error:
-            advice = "Its rule looked at it and refused; it is treated as a module without one."
+            advice = "Its rule does not apply to this module, which is treated as one without a rule."
             raise ValueError(message("module", "one that its rule applies to", str(error), advice)) from error
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -182,7 +181,7 @@ class Examination:
 
     @contextmanager
     def _pure(self, case: str, call: Call) -> Iterator[None]:
-        """What is handed to a rule is as before when it is done."""
+        """Report a rule that changes the module, its input, or the output gradient."""
         before, x, g = state(call.module), call.x.clone(), call.g.clone()
         yield
         for what, changed in (
@@ -195,7 +194,7 @@ class Examination:
 
 
 def _numbers(form: Form, expected: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Everything that is ever asked of a form, next to what it should be."""
+    """Yield each number that a form computes (its name, found, expected): gradients, squares, norms."""
     zeros = torch.zeros(form.shape, dtype=dtype, device=form.device)
     size = float(form.magnitude())
     unit = 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
@@ -209,7 +208,7 @@ def _numbers(form: Form, expected: Tensor, dtype: torch.dtype) -> Iterator[tuple
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """‖found - expected‖/‖expected‖; of nothing, whether there is anything."""
+    """Return ‖found - expected‖/‖expected‖; where that is 0/0, 0, and 1 where only ‖expected‖ is 0."""
     if not expected.numel():
         return 0.0
     error, size = (float(torch.linalg.vector_norm(t)) for t in (found - expected, expected))

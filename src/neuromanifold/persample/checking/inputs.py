@@ -1,4 +1,4 @@
-"""What a module under examination is called with."""
+"""The inputs that `check_rule` calls a module with."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Inputs:
 
     @property
     def samples(self) -> int:
-        """How many."""
+        """The number of samples: the length of the first argument."""
         return len(self.args[0])
 
     @property
-    def plain(self) -> bool:
-        """A single argument."""
+    def single(self) -> bool:
+        """Whether the call has one positional argument and nothing else."""
         return len(self.args) == 1 and not self.options
 
     def sliced(self, cut: Callable[[Tensor], Tensor]) -> Inputs:
-        """Something done to all tensors that hold samples."""
+        """Return the inputs with a function applied to all tensors that hold samples."""
 
         def each(value: Any) -> Any:
             return cut(value) if isinstance(value, Tensor) and value.ndim and len(value) == self.samples else value
@@ -39,15 +39,15 @@ class Inputs:
         return Inputs(tuple(map(each, self.args)), {key: each(value) for key, value in self.options.items()})
 
     def first(self, samples: int) -> Inputs:
-        """Only the first few samples."""
+        """Return the inputs of the first few samples."""
         return self.sliced(lambda t: t[:samples])
 
     def one(self, n: int) -> Inputs:
-        """Only sample number n."""
+        """Return the inputs of sample number n alone."""
         return self.sliced(lambda t: t[n : n + 1])
 
     def ready(self, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        """Copies of the module and of these, in a precision; float64 has the values of float32."""
+        """Return copies of the module and of the inputs, in a precision; float64 has the values of float32."""
 
         def each(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -62,12 +62,12 @@ class Inputs:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that are not in a part of it."""
+    """Return a module's own parameters by name, without those of its submodules."""
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 
 def check_inputs(module: nn.Module, inputs: object, options: Mapping[str, Any] | None, samples: int) -> Inputs:
-    """Whether the module can be called with these, and treats the samples apart."""
+    """Return the inputs, if the module can be called with them and its samples do not influence each other."""
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     if not args or not isinstance(args[0], Tensor):
         got = (

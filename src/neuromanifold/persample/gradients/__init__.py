@@ -1,7 +1,7 @@
-"""Gradients of single samples, in the form in which a layer has them: never as one tensor [samples, *parameter].
+"""Per-sample gradients in the form in which a layer has them: never as one tensor [samples, *parameter].
 
-A layer's rule turns its input and the gradient of its output into one of these for each of its parameters.  What is
-done with them (squares, fourth powers, norms) is done here, a few samples and a tile of the parameter at a time.
+A layer's rule turns its input and the gradient of its output into one of these for each of its parameters.  Squares,
+fourth powers and norms are computed here, for a few samples and a tile of the parameter at a time.
 
     Dense        the gradients themselves [n, ...]: biases, scales, everything small
     Product      Σ_t left_t ⊗ right_t: linear layers, t the positions of a sample

@@ -1,4 +1,4 @@
-"""What every form can do, and the gradients themselves as the simplest one."""
+"""The interface of forms of per-sample gradients, and the simplest form: the gradients themselves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels.values import Accumulators
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
@@ -19,35 +20,30 @@ CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
 
 
 class Form(ABC):
-    """The gradients of some samples with respect to one parameter."""
+    """The gradients g_n of some samples with respect to one parameter."""
 
     samples: int
-    shape: torch.Size
-    """Of the parameter."""
+    shape: torch.Size  # of the parameter
+    device: torch.device
 
     thins: ClassVar[bool] = True
-    """Whether fourth powers cost so much that they should be taken now and then only."""
+    """Whether fourth powers cost so much that only some batches take them."""
 
     @abstractmethod
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Those of a few samples, [stop - start, *shape], as a new tensor."""
+        """Return the gradients of the samples `start` to `stop - 1`, [stop - start, *shape], as a new tensor."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
-        """About how large the gradients are."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where they are."""
+        """Return about the root mean square of the gradients: right to a power of two or so."""
 
     def add_squares(self, to: Accumulators) -> None:
-        """Σ_n g_n², and fourth powers."""
+        """Add Σ_n g_n² to the sums, and fourth powers where they are kept."""
         for start, stop in self.pieces():
             to.add(self.gradients(start, stop, to.squares.dtype).mul_(to.factor))
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
-        """‖g_n‖², [n]."""
+        """Return ‖g_n‖² for each sample, [n]."""
         norms = [
             self.gradients(start, stop, dtype).reshape(stop - start, self.shape.numel()).square().sum(1)
             for start, stop in self.pieces()
@@ -62,18 +58,23 @@ class Form(ABC):
         return total
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Ranges of samples whose gradients together make about one tile."""
-        step = max(1, tile_size(self.device) // max(1, self.shape.numel()))
-        return ((start, min(start + step, self.samples)) for start in range(0, self.samples, step))
+        """Return ranges of samples whose gradients together make about one tile."""
+        return ranges(self.samples, tile_size(self.device) // max(1, self.shape.numel()))
+
+
+def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:
+    """Return the ranges (start, stop) of `step` samples each, at least one, that make up all samples."""
+    step = max(1, step)
+    return ((start, min(start + step, samples)) for start in range(0, samples, step))
 
 
 def tile_size(device: torch.device) -> int:
-    """How many numbers make a tile."""
+    """Return how many numbers of several samples are held at a time."""
     return CPU_TILE if device.type == "cpu" else GPU_TILE
 
 
 def row_limit(device: torch.device) -> int:
-    """How many numbers of a single sample make a tile."""
+    """Return how many numbers of a single sample are held at a time."""
     return max(CPU_TILE, CPU_ROWS) if device.type == "cpu" else GPU_TILE
 
 
@@ -85,37 +86,32 @@ class Dense(Form):
     thins: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self.samples, self.shape = self.values.shape[0], self.values.shape[1:]
+        self.samples, self.shape, self.device = self.values.shape[0], self.values.shape[1:], self.values.device
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.values.device
-
+    @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """A part of them."""
         return self.values[start:stop].to(dtype, copy=True)
 
     def values_for(self, parameter: Tensor) -> Tensor:
-        """In the parameter's shape, and in float32, or float64 if it has that."""
+        """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
         if self.shape.numel() != parameter.shape.numel():
             got = f"{list(self.shape)} for each sample"
             advice = "A rule's Dense has the samples first, then the parameter's shape."
             raise ValueError(message("gradients", f"of the parameter's shape {list(parameter.shape)}", got, advice))
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        dtype = promoted(parameter.dtype)
         values = self.values if self.shape == parameter.shape else self.values.reshape(self.samples, *parameter.shape)
         return values if values.dtype == dtype else values.to(dtype)
 
+    @override
     def magnitude(self) -> Tensor:
-        """Their root mean square."""
         return root_mean_square(self.values)
 
 
 def root_mean_square(values: Tensor) -> Tensor:
-    """In float32 or better; 0 for nothing."""
+    """Return √(mean of squares), evaluated in float32 or better; 0 for an empty tensor."""
     if not values.numel():
         return torch.zeros((), device=values.device)
-    values = values if values.dtype == torch.float64 else values.float()
+    values = values.to(promoted(values.dtype))
     if values.device.type == "cpu" and values.is_contiguous():
         norm = torch.dot(values.view(-1), values.view(-1)).sqrt_()  # several times as fast
     else:

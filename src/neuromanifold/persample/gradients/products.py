@@ -1,4 +1,4 @@
-"""Gradients that are products: linear layers, and whatever is written as one."""
+"""Gradients that are sums of outer products: linear layers, and other layers written as one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.base import Form, root_mean_square, row_limit, tile_size
+from neuromanifold.persample.gradients.base import Form, ranges, root_mean_square, row_limit, tile_size
 
 
 @dataclass
@@ -25,21 +26,16 @@ class Product(Form):
     shape: torch.Size = field(default_factory=torch.Size)
 
     def __post_init__(self) -> None:
-        self.samples = self.left.shape[0]
+        self.samples, self.device = self.left.shape[0], self.left.device
         self.shape = self.shape or torch.Size((self.left.shape[-1], self.right.shape[-1]))
 
     @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.left.device
-
-    @property
     def single(self) -> bool:
-        """One position for each sample: then the square of the product is the product of the squares."""
+        """Whether each sample has one position: then the square of the product is the product of the squares."""
         return self.left.ndim == 3 and self.left.shape[1] == 1
 
+    @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """A batched product."""
         left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
         return (left.mT @ right).view(stop - start, *self.shape)
 
@@ -50,12 +46,12 @@ class Product(Form):
         return (left.mT @ right).view(self.shape)
 
     def magnitude(self) -> Tensor:
-        """As if positions added up at random."""
+        """Return the root mean square that the gradients have if positions are uncorrelated."""
         size: Tensor = root_mean_square(self.left) * root_mean_square(self.right) * self.left.shape[-2] ** 0.5
         return size
 
     def add_squares(self, to: Accumulators) -> None:
-        """(left²)ᵀ(right²) if there is one position; else by a kernel, or by tiles, each squared at once."""
+        """Add (left²)ᵀ(right²) if there is one position; else use a kernel, or write out and square tiles."""
         ins = self.right.shape[-1]
         outs = self.shape.numel() // ins if ins else 0  # of all groups
         dtype, flat = to.squares.dtype, to.view(outs, ins)
@@ -66,7 +62,7 @@ class Product(Form):
             self._add_squares_by_tiles(flat)
 
     def _add_squares_by_tiles(self, to: Accumulators) -> None:
-        """A few samples at a time, or of a large weight a few rows of one sample."""
+        """Write out a few samples at a time; for a large weight, a few rows of one sample."""
         (outs, ins), dtype = to.squares.shape, to.squares.dtype
         if outs * ins > row_limit(self.device) and self.left.ndim == 3:
             self._add_squares_by_rows(to, max(1, row_limit(self.device) // ins))
@@ -89,7 +85,7 @@ class Product(Form):
                 to.narrow(start, start + rows).add(tile)
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
-        """Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else by tiles."""
+        """Return Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else use tiles."""
         positions, outs, ins = self.left.shape[-2], self.left.shape[-1], self.right.shape[-1]
         if self.single:
             norms = [side[:, 0].to(dtype).square().sum(1) for side in (self.left, self.right)]
@@ -97,46 +93,46 @@ class Product(Form):
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
         norms = []
-        step = max(1, tile_size(self.device) // max(1, self.left.shape[1:-2].numel() * positions**2))
-        for start in range(0, self.samples, step):
-            left, right = self.left[start : start + step].to(dtype), self.right[start : start + step].to(dtype)
+        step = tile_size(self.device) // max(1, self.left.shape[1:-2].numel() * positions**2)
+        for start, stop in ranges(self.samples, step):
+            left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
             norms.append(((left @ left.mT) * (right @ right.mT)).flatten(1).sum(1))
         return torch.cat(norms) if norms else torch.zeros(0, dtype=dtype, device=self.device)
 
 
 @dataclass
 class SquaredProduct(Form):
-    """What several cotangents leave of a product with one position: Σ_c left_c² [n, o], to be multiplied once."""
+    """Squares of products with one position, summed over cotangents: Σ_c left_c² [n, o], multiplied by right² once."""
 
     squares: Tensor  # Σ_c (left_c/unit)², [n, o]
     fourths: Tensor  # Σ_c weight_c (left_c/unit)⁴
     right: Tensor  # [n, i]
     unit: Tensor  # a power of two; 0 as long as all have been zero
     shape: torch.Size
-    unit_is_known: bool = False  # not to be zero, on a CPU: a GPU is not waited for
+    unit_is_known: bool = False  # known to be nonzero; never on a GPU, which would have to be synchronized
 
     @classmethod
     def of(cls, product: Product, dtype: torch.dtype) -> SquaredProduct:
-        """An empty sum."""
+        """Return a sum without any cotangent yet, for products that share this one's right factor."""
         left, right = product.left[:, 0], product.right[:, 0]
         zeros = torch.zeros(left.shape, dtype=dtype, device=left.device)
         return cls(zeros, zeros.clone(), right, torch.zeros((), dtype=dtype, device=left.device), product.shape)
 
     def __post_init__(self) -> None:
-        self.samples = self.right.shape[0]
+        self.samples, self.device = self.right.shape[0], self.right.device
 
     def goes_on_with(self, product: Product) -> bool:
         """Return whether the product of another cotangent has the same right factor, in the same memory."""
         return self.right.data_ptr() == product.right.data_ptr() and self.right.shape == product.right[:, 0].shape
 
     def add_cotangents(self, left: Tensor, scale: float, weight: float) -> None:
-        """Take the factors [..., n, o] of one or several cotangents; overwrites nothing."""
+        """Add the squares of the left factors [..., n, o] of one or several cotangents; `left` is not changed."""
         if not self.unit_is_known:
             size = (root_mean_square(left) / scale).to(self.unit.dtype)
             first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
             self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
-            can_be_asked = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
-            self.unit_is_known = can_be_asked and bool(self.unit)
+            readable = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+            self.unit_is_known = readable and bool(self.unit)
         unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
         scaled = left.to(self.squares.dtype) / (scale * unit)
         if left.ndim == 2 and not weight:
@@ -148,27 +144,22 @@ class SquaredProduct(Form):
             squares.square_()
             self.fourths.add_(squares if left.ndim == 2 else squares.sum(0), alpha=weight)
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.right.device
-
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Gone: only squares are left."""
+        """Raise: only the squares of these gradients are known."""
         raise NotImplementedError
 
     def magnitude(self) -> Tensor:
         """Return the root mean square of the left factors times that of the right one."""
         return self.squares.mean().sqrt() * self.unit * root_mean_square(self.right)
 
+    @override
     def add_squares(self, to: Accumulators) -> None:
-        """One product."""
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
         add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
 
 
 def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:
-    """squares += (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
+    """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
     right2 = right.square()
     to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
     if to.fourths is not None:

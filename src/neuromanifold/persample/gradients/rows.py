@@ -23,15 +23,11 @@ class Rows(Form):
     thins: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self.samples, self.shape = self.values.shape[0], torch.Size((self.rows, self.values.shape[2]))
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.values.device
+        self.samples, self.device = self.values.shape[0], self.values.device
+        self.shape = torch.Size((self.rows, self.values.shape[2]))
 
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Full tables for a few samples."""
+        """Return whole tables for a few samples, zero in the rows that a sample does not look up."""
         table = torch.zeros(stop - start, *self.shape, dtype=dtype, device=self.device)
         ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
         return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
@@ -43,11 +39,11 @@ class Rows(Form):
         return total.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
 
     def magnitude(self) -> Tensor:
-        """The root mean square of what is put in."""
+        """Return the root mean square of the rows that are looked up, as if each were looked up once."""
         return root_mean_square(self.values)
 
     def add_squares(self, to: Accumulators) -> None:
-        """Add up what a sample has for a row, square, and add to the row; nothing for rows that a sample lacks."""
+        """Sum each sample's gradients for a row, square the sum, and add it to that row alone."""
         if dispatch.add_squares_of_rows(self.values, self.ids, to):
             return
         sums, rows, _ = self._touched(to.squares.dtype)
@@ -57,12 +53,12 @@ class Rows(Form):
             to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
-        """Of the rows that a sample has."""
+        """Return ‖g_n‖² from the rows that a sample looks up."""
         sums, _, owners = self._touched(dtype)
         return torch.zeros(self.samples, dtype=dtype, device=self.device).index_add_(0, owners, sums.square().sum(1))
 
     def _touched(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """For each pair of a sample and a row that it has: the sum [pairs, d], the row, the sample."""
+        """Return, for each pair of a sample and a row it looks up, the sum [pairs, d], the row, and the sample."""
         samples = torch.arange(self.samples, device=self.device)[:, None]
         pairs, inverse = torch.unique(samples * self.rows + self.ids, return_inverse=True)
         sums = torch.zeros(len(pairs), self.values.shape[2], dtype=dtype, device=self.device)

@@ -8,7 +8,7 @@ J Jᵀ for one parameter is a matrix of inner products, which rarely needs the g
     Several    sums of these: tied weights
     Forms      anything else: gradients are written out, a few samples and rows of the parameter at a time
 
-All without recording: activations are part of autograd's graph.
+All of it under `torch.no_grad`: activations are part of autograd's graph.
 
 Letters: n sample, c/d class, t/s position, o/i out/in features.
 """
@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows, Sum
 from neuromanifold.persample.rules.convolution import Convolution
 
-# How many numbers of gradients are written out at a time.
-_TILE = {True: 2**22, False: 2**25}  # on a CPU; on a GPU
+_TILE = {True: 2**22, False: 2**25}  # numbers of gradients that are written out at a time, on a CPU and on a GPU
 
 
 class Stack(ABC):
@@ -34,39 +35,36 @@ class Stack(ABC):
 
     samples: int
     classes: int
-    shape: torch.Size
-    """Of the parameter."""
-
+    shape: torch.Size  # of the parameter
     device: torch.device
-    dtype: torch.dtype
-    """Of products; sums over parameters are float64."""
+    dtype: torch.dtype  # of products; sums over parameters are float64
 
     @property
     def rows(self) -> int:
-        """The first dimension of the parameter."""
+        """The size of the parameter's first dimension."""
         return self.shape[0] if self.shape else 1
 
     @property
     def width(self) -> int:
-        """All others."""
+        """The number of entries in one row of the parameter."""
         return self.shape[1:].numel()
 
     @property
     @abstractmethod
     def numbers(self) -> int:
-        """How many numbers it takes to keep it."""
+        """How many numbers are kept in memory for these gradients."""
 
     @abstractmethod
     def block(self, samples: slice, rows: slice) -> Tensor:
-        """The gradients themselves, of some samples and some rows of the parameter: [n, c, rows, width]."""
+        """Return the gradients of some samples and some rows of the parameter, [n, c, rows, width]."""
 
     @abstractmethod
     def take(self, index: Tensor) -> Stack:
-        """Only some samples, with memory of their own."""
+        """Return the gradients of some samples alone, as a copy."""
 
     @torch.no_grad()
     def inner(self) -> Tensor:
-        """⟨g_nc, g_nd⟩ for each sample, [n, c, d] in float64."""
+        """Return ⟨g_nc, g_nd⟩ for each sample, [n, c, d] in float64."""
         found = torch.zeros(self.samples, self.classes, self.classes, dtype=torch.float64, device=self.device)
         for samples, rows in self._tiles():
             g = self.block(samples, rows).flatten(2)
@@ -74,7 +72,7 @@ class Stack(ABC):
         return found
 
     def _tiles(self) -> list[tuple[slice, slice]]:
-        """Pieces that make about one tile: several samples, or some rows of one."""
+        """Return pieces of about one tile each: several samples, or some rows of one."""
         tile, one = _TILE[self.device.type == "cpu"], max(1, self.classes * self.shape.numel())
         samples = _slices(self.samples, max(1, tile // one))
         return [(n, rows) for n in samples for rows in _slices(self.rows, max(1, tile * self.rows // one))]
@@ -93,28 +91,27 @@ class Factors(Stack):
         some = next(left for left in self.lefts if left is not None)
         self.samples, self.classes, self.device = some.shape[0], len(self.lefts), some.device
         self.positions, self.outs = some.shape[1], some.shape[2]
-        self.dtype = _precise(some.dtype)
+        self.dtype = promoted(some.dtype)
 
     @property
+    @override
     def numbers(self) -> int:
-        """Of all sides."""
         return sum(left.numel() for left in self.lefts if left is not None) + self.right.numel()
 
     @property
     def looks_up(self) -> bool:
-        """Whether `right` is ids."""
+        """Whether this is an embedding, so that `right` is the ids of rows."""
         return not self.right.is_floating_point()
 
     def left(self, samples: slice) -> Tensor:
-        """[n, c, t, o]."""
+        """Return the left factors of some samples for all classes, [n, c, t, o]."""
         some = next(left for left in self.lefts if left is not None)[samples]
-        return torch.stack([torch.zeros_like(some) if one is None else one[samples] for one in self.lefts], 1).to(
-            self.dtype
-        )
+        lefts = [torch.zeros_like(some) if one is None else one[samples] for one in self.lefts]
+        return torch.stack(lefts, 1).to(self.dtype)
 
     @torch.no_grad()
     def inner(self) -> Tensor:
-        """By the Gram matrix of the positions, unless writing gradients out is less work."""
+        """Use the Gram matrix of the positions, unless writing gradients out is less work."""
         c, t, o = self.classes, self.positions, self.outs
         i = 0 if self.looks_up else self.right.shape[-1]
         if not self.looks_up and c * t * o * i + c * c * o * i < t * t * (c * o + i) + c * c * t * o:
@@ -122,14 +119,18 @@ class Factors(Stack):
         found = torch.empty(self.samples, c, c, dtype=torch.float64, device=self.device)
         for samples in _slices(self.samples, max(1, _TILE[self.device.type == "cpu"] // max(1, t * (c * o + t)))):
             left, right = self.left(samples), self.right[samples]
-            products = same_rows(right, right, self.dtype) if self.looks_up else _gram(right.to(self.dtype))
+            if self.looks_up:
+                products = (right[:, :, None] == right[:, None, :]).to(self.dtype)
+            else:
+                right = right.to(self.dtype)
+                products = right @ right.mT
             weighted = products[:, None] * left if t == 1 else products[:, None] @ left
             found[samples] = (weighted.flatten(2) @ left.flatten(2).mT).double()
         return found
 
     @torch.no_grad()
     def block(self, samples: slice, rows: slice) -> Tensor:
-        """A batched product, or rows put in place."""
+        """Return batched products, or rows of an embedding in a table of zeros."""
         left, right = self.left(samples), self.right[samples]
         if self.looks_up:
             return _table(left, right, range(self.rows)[rows])
@@ -141,9 +142,9 @@ class Factors(Stack):
             g = (left if whole else left[..., rows]).mT @ right.to(self.dtype)[:, None]
         return g.reshape(*g.shape[:2], self.rows, self.width)[:, :, rows] if whole else g
 
+    @override
     @torch.no_grad()
     def take(self, index: Tensor) -> Factors:
-        """Of both sides."""
         lefts = [None if left is None else left[index] for left in self.lefts]
         return Factors(lefts, self.right[index], self.shape, self.turned)
 
@@ -160,27 +161,27 @@ class Flat(Stack):
         self.samples, self.classes, self.device, self.dtype = len(some), len(self.values), some.device, torch.float64
 
     @property
+    @override
     def numbers(self) -> int:
-        """All of them."""
         return sum(value.numel() for value in self.values if value is not None)
 
+    @override
     @torch.no_grad()
     def block(self, samples: slice, rows: slice) -> Tensor:
-        """A part of them."""
         some = next(value for value in self.values if value is not None)
         parts = [torch.zeros_like(some[samples]) if value is None else value[samples] for value in self.values]
         stacked = torch.stack([part.reshape(len(part), self.rows, self.width)[:, rows] for part in parts], 1)
         return stacked.to(self.dtype)
 
+    @override
     @torch.no_grad()
     def take(self, index: Tensor) -> Flat:
-        """Some samples."""
         return Flat([None if value is None else value[index] for value in self.values], self.shape)
 
 
 @dataclass
 class Several(Stack):
-    """A sum: a parameter that is used in several ways."""
+    """The sum over the uses of a parameter, each with a stack of its own kind."""
 
     parts: list[Stack]
 
@@ -190,36 +191,36 @@ class Several(Stack):
         self.dtype = first.dtype
 
     @property
+    @override
     def numbers(self) -> int:
-        """Of all parts."""
         return sum(part.numbers for part in self.parts)
 
     @torch.no_grad()
     def inner(self) -> Tensor:
-        """For an embedding that is also the last layer's weight, from both sides; else written out."""
+        """Use both factors for an embedding that is also the last layer's weight; else write gradients out."""
         kinds = [part for part in self.parts if isinstance(part, Factors) and not part.turned]
         product = [part for part in kinds if not part.looks_up and part.outs == part.rows]
         table = [part for part in kinds if part.looks_up]
         if not (len(product) == len(table) == 1 and len(self.parts) == 2):
             return super().inner()
-        mixed = _between(product[0], table[0])
+        mixed = _product_with_rows(product[0], table[0])
         return product[0].inner() + table[0].inner() + mixed + mixed.mT
 
+    @override
     @torch.no_grad()
     def block(self, samples: slice, rows: slice) -> Tensor:
-        """Added up."""
         first, *others = (part.block(samples, rows) for part in self.parts)
         return sum((other.to(first.dtype) for other in others), first)
 
+    @override
     @torch.no_grad()
     def take(self, index: Tensor) -> Several:
-        """Of all parts."""
         return Several([part.take(index) for part in self.parts])
 
 
 @dataclass
 class Forms(Stack):
-    """Whatever forms there are, one for each class; None: zero."""
+    """Forms of any kind, one for each class, None for zero: gradients are written out when needed."""
 
     forms: list[Form | None]
     shape: torch.Size
@@ -227,16 +228,16 @@ class Forms(Stack):
     def __post_init__(self) -> None:
         some = next(form for form in self.forms if form is not None)
         self.samples, self.classes, self.device = some.samples, len(self.forms), some.device
-        self.dtype = _precise(_dtype_of(some))
+        self.dtype = promoted(_dtype_of(some))
 
     @property
+    @override
     def numbers(self) -> int:
-        """Written out."""
         return self.samples * self.classes * self.shape.numel()
 
     @torch.no_grad()
     def block(self, samples: slice, rows: slice) -> Tensor:
-        """One class after the other."""
+        """Write out one class after the other."""
         n = range(self.samples)[samples]
         found = torch.zeros(
             len(n), self.classes, len(range(self.rows)[rows]), self.width, dtype=self.dtype, device=self.device
@@ -252,14 +253,14 @@ class Forms(Stack):
 
     @torch.no_grad()
     def take(self, index: Tensor) -> Flat:
-        """Written out."""
+        """Return the gradients of some samples, written out."""
         chosen = [self.block(slice(n, n + 1), slice(None)) for n in index.tolist()]
         written = torch.cat(chosen) if chosen else self.block(slice(0, 0), slice(None))
         return Flat([written[:, c].reshape(-1, *self.shape) for c in range(self.classes)], self.shape)
 
 
 def stack(forms: Sequence[Form | None]) -> Stack:
-    """The forms of one parameter, one for each class, None where a class does not depend on it."""
+    """Return the stack of one parameter from its forms for each class, None where a class does not depend on it."""
     some = [form for form in forms if form is not None]
     kinds, shape = {type(form) for form in some}, some[0].shape
     if kinds == {Product} and all(form.left.ndim == 3 for form in some if isinstance(form, Product)):
@@ -284,7 +285,7 @@ def stack(forms: Sequence[Form | None]) -> Stack:
 
 @torch.no_grad()
 def gram(stacks: Sequence[Stack], limit: int = 2**24) -> Tensor:
-    """⟨g_nc, g_md⟩ between all samples of several stacks of one parameter, [Σn·c, Σn·c] in float64."""
+    """Return ⟨g_nc, g_md⟩ between all samples of several stacks of one parameter, [Σn·c, Σn·c] in float64."""
     total = sum(one.samples * one.classes for one in stacks)
     factors = [one for one in stacks if isinstance(one, Factors)]
     alike = len(factors) == len(stacks) and len({one.turned for one in factors}) == 1
@@ -302,17 +303,8 @@ def gram(stacks: Sequence[Stack], limit: int = 2**24) -> Tensor:
     return found
 
 
-def same_rows(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where two positions look up the same row: ids [n, t] and [n, s] to [n, t, s]."""
-    return (a[:, :, None] == b[:, None, :]).to(dtype)
-
-
-def _gram(right: Tensor) -> Tensor:
-    return right @ right.mT
-
-
-def _between(product: Factors, table: Factors) -> Tensor:
-    """⟨g_nc, g_nd⟩ of c's product with d's rows: Σ_ts left_c[t, id_s] (right_t·values_ds), [n, c, d]."""
+def _product_with_rows(product: Factors, table: Factors) -> Tensor:
+    """Return ⟨g_nc, g_nd⟩ of c's product with d's rows: Σ_ts left_c[t, id_s] (right_t·values_ds), [n, c, d]."""
     found = torch.empty(product.samples, product.classes, table.classes, dtype=torch.float64, device=product.device)
     for n in range(product.samples):
         one = slice(n, n + 1)
@@ -323,7 +315,7 @@ def _between(product: Factors, table: Factors) -> Tensor:
 
 
 def _table(values: Tensor, ids: Tensor, rows: range) -> Tensor:
-    """Values [n, c, t, d] added into rows ids [n, t] of a table of which only some rows are written out."""
+    """Return some rows of the tables into whose rows ids [n, t] the values [n, c, t, d] are added."""
     table = values.new_zeros(*values.shape[:2], len(rows), values.shape[-1])
     inside = (ids >= rows.start) & (ids < rows.stop)
     index = torch.where(inside, ids - rows.start, 0)[:, None, :, None].expand_as(values)
@@ -331,14 +323,14 @@ def _table(values: Tensor, ids: Tensor, rows: range) -> Tensor:
 
 
 def _renumbered(tables: list[Factors]) -> list[Stack]:
-    """Only the rows that some sample looks up."""
+    """Return the same embeddings with tables of only those rows that some sample looks up."""
     used = torch.unique(torch.cat([table.right.flatten() for table in tables]))
     shape = torch.Size((len(used), *tables[0].shape[1:]))
     return [Factors(table.lefts, torch.searchsorted(used, table.right), shape) for table in tables]
 
 
 def _only_rows(form: Form, rows: slice) -> Form | None:
-    """A form of some rows of the parameter alone, where that is less work: output channels of a convolution."""
+    """Return a form of some rows of the parameter alone, where that is less work: channels of a convolution."""
     if not isinstance(form, Convolution) or form.transposed or form.groups > 1:
         return None
     g = form.g[:, :, rows]
@@ -346,22 +338,15 @@ def _only_rows(form: Form, rows: slice) -> Form | None:
 
 
 def _shared(sides: Sequence[Tensor | None]) -> Tensor | None:
-    """The one tensor that all classes have, if it is the same."""
-    given = [side for side in sides if side is not None]
-    first = given[0]
-    return first if all(_same_memory(one, first) or torch.equal(one, first) for one in given) else None
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """Return the tensor that all classes share, if it is the same for all of them."""
+    first, *others = (side for side in sides if side is not None)
+    where = first.data_ptr(), first.shape, first.stride()
+    same = ((one.data_ptr(), one.shape, one.stride()) == where or torch.equal(one, first) for one in others)
+    return first if all(same) else None
 
 
 def _dtype_of(form: Form) -> torch.dtype:
-    """That of what a form is made of."""
+    """Return the widest dtype of the tensors that a form is made of."""
     parts = [value for value in vars(form).values() if isinstance(value, Tensor) and value.is_floating_point()]
     inside = [_dtype_of(part) for part in getattr(form, "parts", ())]
     return max([part.dtype for part in parts] + inside, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
@@ -17,20 +18,16 @@ from neuromanifold.persample.gradients.rows import Rows
 
 @dataclass
 class Sum(Form):
-    """The sum of several: a parameter that is used several times has its gradients added before they are squared."""
+    """The sum of the forms of a parameter that is used several times."""
 
     parts: Sequence[Form]
 
     def __post_init__(self) -> None:
-        self.samples, self.shape = self.parts[0].samples, self.parts[0].shape
+        first = self.parts[0]
+        self.samples, self.shape, self.device = first.samples, first.shape, first.device
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.parts[0].device
-
+    @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Added up."""
         total = self.parts[0].gradients(start, stop, dtype)
         for part in self.parts[1:]:
             total += part.gradients(start, stop, dtype).view_as(total)
@@ -42,13 +39,13 @@ class Sum(Form):
         return sum((other.view_as(first) for other in others), first)
 
     def magnitude(self) -> Tensor:
-        """Of the largest."""
+        """Return the magnitude of the largest part."""
         return torch.stack([part.magnitude() for part in self.parts]).amax()
 
 
 @dataclass
 class Tied(Sum):
-    """An embedding that is also the last layer's weight: a product, and rows."""
+    """An embedding whose weight is also that of the last layer: the sum of a product and of rows."""
 
     product: Product
     rows: Rows
@@ -70,7 +67,7 @@ class Tied(Sum):
 
 
 def add(forms: Sequence[Form]) -> Form:
-    """The sum of the gradients.  Products of the same shape are one product over the positions of all of them."""
+    """Return the sum of forms; products of the same shape become one product over the positions of all of them."""
     if len(forms) == 1:
         return forms[0]
     kinds = {type(form) for form in forms}

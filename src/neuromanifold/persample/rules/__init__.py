@@ -1,4 +1,4 @@
-"""Rules: from a layer's input and the gradient of its output to gradients of single samples.  One file per family."""
+"""Rules: from a layer's input and its output's gradient to per-sample gradients.  One file per family of layers."""
 
 from neuromanifold.persample.rules import convolution, embedding, linear, normalisation, scales
 from neuromanifold.persample.rules.parametrized import Place, find_any_rule, places

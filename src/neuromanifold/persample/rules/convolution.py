@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Windows
 from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
+from neuromanifold.persample.gradients.base import ranges
 from neuromanifold.persample.rules.normalisation import sum_over
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule
 
@@ -21,9 +24,9 @@ _FEW = 100  # positions
 class Convolution(Form):
     """∂/∂W = Σ_t g_t ⊗ (the window of x at t), for x [n, m, c, *space] and g [n, m, o, *space], summed over m, too.
 
-    One kernel does it all where there is one.  Else, on a CPU, each sample's is an ordinary weight gradient; samples
-    become groups where several of them make a tile: the arithmetic of an ordinary backward.  For small images, windows
-    are written out for a few samples at a time and multiplied.
+    One kernel squares all of them where there is one.  Else, on a CPU, torch computes the weight gradient of several
+    samples at once, as groups of one convolution.  For small images, windows are written out for a few samples at a
+    time and multiplied.
     """
 
     x: Tensor
@@ -36,12 +39,7 @@ class Convolution(Form):
     groups: int
 
     def __post_init__(self) -> None:
-        self.samples = self.x.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.x.device
+        self.samples, self.device = self.x.shape[0], self.x.device
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n as the gradient of a single sample that has all rows."""
@@ -50,19 +48,19 @@ class Convolution(Form):
         return replace(self, x=x, g=g).gradients(0, 1, weights.dtype)[0]
 
     def magnitude(self) -> Tensor:
-        """As if positions added up at random."""
+        """Return the root mean square that the gradients have if positions are uncorrelated."""
         positions = (self.x if self.transposed else self.g)[0:1, :, 0].numel()
         size: Tensor = root_mean_square(self.x) * root_mean_square(self.g) * positions**0.5
         return size
 
     @property
     def _by_windows(self) -> bool:
-        """Whether windows are written out: on a GPU, and where there are few, for which torch's own is slow."""
+        """Whether windows are written out: on a GPU, and where there are few, for which torch's kernel is slow."""
         positions = (self.x if self.transposed else self.g).shape[3:].numel()
         return self.groups == 1 and (self.device.type != "cpu" or positions <= _FEW)
 
+    @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """[stop - start, *shape]."""
         if self._by_windows and start < stop:
             return self._product(start, stop).gradients(0, stop - start, dtype)
         if self.device.type != "cpu" and self.groups > 1 and start < stop:
@@ -71,7 +69,7 @@ class Convolution(Form):
         return self._weight_gradient(self.x[start:stop].to(dtype), self.g[start:stop].to(dtype), self.shape)
 
     def _groups_as_samples(self, start: int, stop: int) -> Convolution:
-        """Each group of each sample as a sample of its own: for many groups, torch's own is slow on a GPU."""
+        """Return each group of each sample as a sample: for many groups, torch's kernel is slow on a GPU."""
         x, g = (
             torch.unflatten(t[start:stop], 2, (self.groups, -1)).movedim(2, 1).flatten(0, 1)  # [n·groups, m, c, *space]
             for t in (self.x, self.g)
@@ -79,14 +77,13 @@ class Convolution(Form):
         return replace(self, x=x, g=g, shape=torch.Size((self.shape[0] // self.groups, *self.shape[1:])), groups=1)
 
     def add_squares(self, to: Accumulators) -> None:
-        """As everywhere, but large weights on a CPU are done by blocks of their rows, which stay in the cache."""
-        size = self.shape.numel()
+        """Use a kernel, written-out windows, or torch's weight gradient; large weights on a CPU by blocks of rows."""
         if dispatch.add_squares_of_convolution(*self.slid_and_fixed, to, self.windows):
             return
         if self._by_windows:
             for start, stop in self._pieces_of_windows():
                 self._product(start, stop).add_squares(to)
-        elif size <= row_limit(self.device) or self.groups > 1:
+        elif self.shape.numel() <= row_limit(self.device) or self.groups > 1:
             super().add_squares(to)
         else:
             self._add_squares_by_rows(to)
@@ -98,7 +95,7 @@ class Convolution(Form):
 
     @property
     def windows(self) -> Windows:
-        """The geometry, as kernels take it."""
+        """The geometry of the windows, in the form that kernels take."""
         return Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
 
     def _add_squares_by_rows(self, to: Accumulators) -> None:
@@ -112,7 +109,7 @@ class Convolution(Form):
                 block.add(self._weight_gradient(x, g, shape).mul_(to.factor))
 
     def _weight_gradient(self, x: Tensor, g: Tensor, shape: torch.Size) -> Tensor:
-        """torch's own, with samples as groups: [n, *shape]."""
+        """Return the weight gradient of each sample, [n, *shape], by torch with samples as groups."""
         n = x.shape[0]
         if not n:
             return torch.zeros(0, *shape, dtype=x.dtype, device=x.device)
@@ -134,7 +131,7 @@ class Convolution(Form):
         return gradients
 
     def _output_padding(self) -> list[int]:
-        """What is left over of the output of a transposed convolution."""
+        """Return the output padding of a transposed convolution, from the sizes of its input and output."""
         if not self.transposed:
             return [0] * len(self.stride)
         found = []
@@ -144,7 +141,7 @@ class Convolution(Form):
         return found
 
     def _product(self, start: int, stop: int) -> Product:
-        """The same with windows written out; the transposed one slides over its output."""
+        """Return the same gradients with windows written out; those of a transposed one are of its output."""
         slid, fixed = (side[start:stop] for side in self.slid_and_fixed)
         n, m = slid.shape[:2]
         space = fixed.shape[3:]
@@ -161,23 +158,19 @@ class Convolution(Form):
         left = fixed.flatten(3).transpose(2, 3).flatten(1, 2)  # [n, m·t, o]
         return Product(left, windows.transpose(2, 3).flatten(1, 2), self.shape)
 
-    def _pieces_of_windows(self) -> list[tuple[int, int]]:
-        one = (self.x if not self.transposed else self.g)[:1].numel() * self.shape[2:].numel()
-        step = max(1, tile_size(self.device) // max(1, one))
-        return [(start, min(start + step, self.samples)) for start in range(0, self.samples, step)]
+    def _pieces_of_windows(self) -> Iterator[tuple[int, int]]:
+        one = self.slid_and_fixed[0][:1].numel() * self.shape[2:].numel()
+        return ranges(self.samples, tile_size(self.device) // max(1, one))
 
 
-@rule(
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    extra_dims=True,
-)
+@rule(*(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), extra_dims=True)
 def convolution(call: Call) -> dict[str, Form]:
-    """The weight's gradients as a Convolution, the bias's as sums over positions."""
+    """Return the weight's gradients as a Convolution, and the bias's as sums over positions."""
     module = call.module
     assert isinstance(module, nn.modules.conv._ConvNd)
     space = len(module.kernel_size)
     if call.g.ndim < space + 2:
-        raise NotApplicableError("An image without samples.")
+        raise NotApplicableError("The input of the convolution is an image without a batch dimension.")
     x, g = (_with_rows(t, space) for t in (call.x, call.g))  # [n, m, c, *space]
     found: dict[str, Form] = {}
     if "weight" in call.wanted:
@@ -192,19 +185,19 @@ def convolution(call: Call) -> dict[str, Form]:
 
 
 def _with_rows(values: Tensor, space: int) -> Tensor:
-    """[n, ..., c, *space] as [n, m, c, *space], for a batch without samples, too."""
+    """Return [n, ..., c, *space] as [n, m, c, *space]; n may be 0."""
     last = values.shape[-space - 1 :]
     return values.reshape(values.shape[0], values.shape[1 : -space - 1].numel(), *last)
 
 
 def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Zeros on both sides of each dimension of space; contiguous."""
+    """Return a contiguous tensor with zeros added on both sides of each dimension of space."""
     amounts = [amount for size in reversed(padding) for amount in (size, size)]
     return functional.pad(values, amounts).contiguous() if any(amounts) else values.contiguous()
 
 
 def _padded(module: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input, and how much zero padding is still to be added by the convolution itself."""
+    """Return the input with padding that is not zeros, and the zero padding that the convolution adds."""
     none = (0,) * len(module.kernel_size)
     if module.padding == "valid":
         return x, none

@@ -38,7 +38,7 @@ def hugging_face_conv1d(call: Call) -> dict[str, Form]:
 
 
 def positions(values: Tensor) -> Tensor:
-    """[n, ..., d] as [n, t, d]: one position if there is nothing in between."""
+    """Return [n, ..., d] as [n, t, d]; a tensor [n, d] has one position."""
     if values.ndim == 3:
         return values
     count = values.shape[1:-1].numel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,51 +15,42 @@ from neuromanifold.persample.rules.registry import Call, rule
 
 @rule(nn.LayerNorm, extra_dims=True)
 def layer_norm(call: Call) -> dict[str, Form]:
-    """x̂ over the last dimensions; the scale has their shape."""
+    """x̂ is normalised over the last dimensions; the scale has their shape."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
-    over = len(module.normalized_shape)
-    sums = dispatch.feature_norm_sums(call.x, call.g, module.eps, centred=True) if over == 1 else None
+    shape, eps = module.normalized_shape, module.eps
+    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=True) if len(shape) == 1 else None
     if sums is not None:
         return _wanted(call, *sums)
-
-    def normalised() -> Tensor:
-        return functional.layer_norm(_input(call), module.normalized_shape, None, None, module.eps)
-
-    return _scale_and_shift(call, normalised, tuple(range(1, call.g.ndim - over)))
+    over = tuple(range(1, call.g.ndim - len(shape)))
+    return scale_and_shift(call, lambda: functional.layer_norm(_input(call), shape, None, None, eps), over)
 
 
 @rule(nn.RMSNorm, parameters=("weight",), extra_dims=True)
 def rms_norm(call: Call) -> dict[str, Form]:
-    """As above without the mean."""
+    """x̂ is x over its root mean square in the last dimensions; the scale has their shape."""
     module = call.module
     assert isinstance(module, nn.RMSNorm)
-    over = len(module.normalized_shape)
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's own, in half precision too
-    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=False) if over == 1 else None
+    shape = list(module.normalized_shape)
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's, in half precision too
+    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=False) if len(shape) == 1 else None
     if sums is not None:
         return _wanted(call, *sums)
-
-    def normalised() -> Tensor:
-        return functional.rms_norm(_input(call), list(module.normalized_shape), None, module.eps)
-
-    return _scale_and_shift(call, normalised, tuple(range(1, call.g.ndim - over)))
+    over = tuple(range(1, call.g.ndim - len(shape)))
+    return scale_and_shift(call, lambda: functional.rms_norm(_input(call), shape, None, module.eps), over)
 
 
 @rule(nn.GroupNorm)
 def group_norm(call: Call) -> dict[str, Form]:
-    """x̂ over groups of channels; the scale has one entry for each channel, the second dimension."""
+    """x̂ is normalised over groups of channels; the scale has one entry for each channel, the second dimension."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
-
-    def normalised() -> Tensor:
-        return functional.group_norm(_input(call), module.num_groups, None, None, module.eps)
-
-    return _scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
+    groups, eps, over = module.num_groups, module.eps, tuple(range(2, call.g.ndim))
+    return scale_and_shift(call, lambda: functional.group_norm(_input(call), groups, None, None, eps), over)
 
 
 def _fixed_or_own_statistics(module: nn.Module) -> bool:
-    """Not where the batch's own statistics would be used: they mix the samples."""
+    """Whether statistics are running ones, or those of single samples: those of a batch mix the samples."""
     return isinstance(module, nn.modules.instancenorm._InstanceNorm) or module.running_mean is not None
 
 
@@ -67,7 +60,7 @@ def _fixed_or_own_statistics(module: nn.Module) -> bool:
     applies=_fixed_or_own_statistics,
 )
 def batch_or_instance_norm(call: Call) -> dict[str, Form]:
-    """x̂ by running statistics, or by each sample's and channel's own."""
+    """x̂ is normalised by running statistics, or by those of each sample and channel."""
     module = call.module
     assert isinstance(module, nn.modules.batchnorm._NormBase)
     mean, variance = module.running_mean, module.running_var
@@ -84,7 +77,7 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
         scale = (variance.to(x.dtype) + module.eps).rsqrt()
         return (x - mean.to(x.dtype).view(shape)) * scale.view(shape)
 
-    return _scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
+    return scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
 
 
 def _wanted(call: Call, scale: Tensor, shift: Tensor) -> dict[str, Form]:
@@ -92,28 +85,28 @@ def _wanted(call: Call, scale: Tensor, shift: Tensor) -> dict[str, Form]:
     return {name: Dense(sums[name]) for name in call.wanted}
 
 
-def _scale_and_shift(call: Call, normalised: object, over: tuple[int, ...]) -> dict[str, Form]:
-    """Sum over the dimensions that are neither samples nor the parameter's."""
+def scale_and_shift(call: Call, normalised: Callable[[], Tensor], over: tuple[int, ...]) -> dict[str, Form]:
+    """Return the gradients of w and b in y = w∘x̂ + b, summed over all dimensions but those of samples and parameter."""
     found: dict[str, Form] = {}
     if "weight" in call.wanted:
-        found["weight"] = Dense(sum_over(at_least_float32(call.g) * normalised(), over))  # type: ignore[operator]
+        found["weight"] = Dense(sum_over(at_least_float32(call.g) * normalised(), over))
     if "bias" in call.wanted:
         found["bias"] = Dense(sum_over(call.g, over))
     return found
 
 
 def _input(call: Call) -> Tensor:
-    """The input in the precision of the gradient, float32 at least: products of large float16 numbers overflow."""
+    """Return the input in the gradient's precision, float32 at least: products of large float16 numbers overflow."""
     return call.x.to(at_least_float32(call.g).dtype)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """float16 and bfloat16 as float32."""
+    """Return float16 and bfloat16 as float32, and other dtypes as they are."""
     return values.float() if values.dtype.itemsize < 4 else values
 
 
 def sum_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sum over dimensions, in float32 or better; over none, or over a single position: as it is."""
+    """Return the sum over dimensions, in float32 or better; dimensions of size one are only dropped."""
     dtype = torch.float32 if values.dtype.itemsize < 4 else values.dtype
     if all(values.shape[dim] == 1 for dim in dims):
         return values.squeeze(dims).to(dtype)

@@ -1,4 +1,4 @@
-"""Layers whose weight is computed from other parameters: weight normalisation, and torch's parametrizations at large.
+"""Layers whose weight is computed from other parameters: weight normalisation and all of torch's parametrizations.
 
 With W = f(θ) the gradient of a sample with respect to θ is (∂f/∂θ)ᵀ times the one with respect to W, which the layer's
 own rule gives; it is written out for a few samples at a time.
@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from typing_extensions import override
 
 from neuromanifold.persample.gradients import Form, root_mean_square
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule, find_rule
 
-_TIMES = 4  # a weight is computed to see whether it is always the same
+_TIMES = 4  # evaluations of a weight, to see whether it is always the same
 
 
 class Place(NamedTuple):
-    """Where a parameter is held, so that another tensor can be put there for a while."""
+    """Where a module holds a parameter, so that another tensor can take its place during a call."""
 
     held: dict[str, Any]  # the `_parameters` of a module
     key: str
@@ -31,22 +32,18 @@ class Place(NamedTuple):
 
 @dataclass
 class Mapped(Form):
-    """Gradients with respect to what a weight is computed from, from those with respect to the weight."""
+    """Gradients with respect to a parameter that a weight is computed from: (∂f/∂θ)ᵀ times those of the weight."""
 
     inner: Form
     parts: ParametrizationList
     key: str
 
     def __post_init__(self) -> None:
-        self.samples, self.shape = self.inner.samples, self.parts._parameters[self.key].shape  # type: ignore[union-attr]
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.inner.device
+        self.samples, self.device = self.inner.samples, self.inner.device
+        self.shape = self.parts._parameters[self.key].shape  # type: ignore[union-attr]
 
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """(∂f/∂θ)ᵀ g_n, [stop - start, *shape]."""
+        """Return (∂f/∂θ)ᵀ g_n for a few samples, [stop - start, *shape]."""
         return _back(
             self.parts, self.key, self.inner.gradients(start, stop, dtype).view(stop - start, *self.inner.shape)
         )
@@ -56,16 +53,16 @@ class Mapped(Form):
         return _back(self.parts, self.key, self.inner.weighted_sum(weights)[None])[0]
 
     def magnitude(self) -> Tensor:
-        """That of the first sample: the map may make them larger or smaller."""
+        """Return the root mean square of the first sample's: the map may scale those of the weight."""
         return root_mean_square(self.gradients(0, min(1, self.samples), torch.float32))
 
+    @override
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """As those of the weight."""
         return self.inner.pieces()
 
 
 def places(module: nn.Module) -> dict[str, Place]:
-    """The parameters that a layer computes with, its own and those of its parametrizations, by their names in it."""
+    """Return the parameters of a layer and of its parametrizations, by their names in it."""
     if isinstance(module, torch.jit.ScriptModule):
         return {}  # its parameters cannot be taken out, nor has it hooks
     found = {name: Place(module._parameters, name) for name, value in module._parameters.items() if value is not None}
@@ -76,7 +73,7 @@ def places(module: nn.Module) -> dict[str, Place]:
 
 
 def find_any_rule(module: nn.Module) -> Rule | None:
-    """The rule of a layer, parametrized or not."""
+    """Return the rule of a layer, parametrized or not; None if it has none."""
     parts = _parametrizations(module)
     if not parts:
         return find_rule(module)
@@ -87,7 +84,7 @@ def find_any_rule(module: nn.Module) -> Rule | None:
 
     def function(call: Call) -> dict[str, Form]:
         tensors = {names[name][0] for name in call.wanted if name in names}
-        if call.trial and any(_changes(parts[tensor]) for tensor in tensors):
+        if call.validating and any(_changes(parts[tensor]) for tensor in tensors):
             raise NotApplicableError(f"The weight of {type(module).__name__} changes each time it is computed.")
         forms = base.function(call._replace(wanted=(call.wanted - names.keys()) | tensors))
         mapped = {
@@ -108,7 +105,7 @@ def _parametrizations(module: nn.Module) -> dict[str, ParametrizationList]:
 
 @torch.no_grad()
 def _changes(part: ParametrizationList) -> bool:
-    """Whether the weight is another one each time: random, or of an iteration that goes on, as spectral norm's."""
+    """Whether the weight differs from evaluation to evaluation: random, or iterated as in spectral norm."""
     if part.training and any(True for _ in part.buffers()):
         return True
     first, *others = (functional_call(part, _values(part, None), ()) for _ in range(_TIMES))
@@ -116,7 +113,7 @@ def _changes(part: ParametrizationList) -> bool:
 
 
 def _values(part: ParametrizationList, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Copies of parameters and buffers, in another precision if one is given."""
+    """Return copies of parameters and buffers, in another precision if one is given."""
     everything = (*part.named_parameters(), *part.named_buffers())
     return {
         name: value.detach().to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
@@ -125,7 +122,7 @@ def _values(part: ParametrizationList, dtype: torch.dtype | None) -> dict[str, T
 
 
 def _back(part: ParametrizationList, key: str, g: Tensor) -> Tensor:
-    """(∂f/∂θ)ᵀ g for g [n, *weight], θ the parameter of this name."""
+    """Return (∂f/∂θ)ᵀ g for g [n, *weight], with θ the parameter `key`."""
     if len(part) == 1 and type(part[0]) is parametrizations._WeightNorm and g.ndim > 2:
         return _through_weight_norm(int(part[0].dim), key, _values(part, g.dtype), g)
     values = _values(part, None)

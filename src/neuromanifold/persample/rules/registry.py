@@ -1,4 +1,4 @@
-"""Which layers have a rule, and how one is added."""
+"""The registry of per-sample rules: which layers have one, and how one is added."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Call(NamedTuple):
     options: dict[str, Any]  # the keyword arguments, as they came
     g: Tensor  # the gradient of the output, [n, ...]
     wanted: frozenset[str]  # names of the module's own parameters whose gradients are asked for
-    trial: bool = True  # whether this is the time to find out that the rule does not apply; else it has been
+    validating: bool = True  # whether the rule should check that it applies; False once it has been validated
 
 
 RuleFunction = Callable[[Call], dict[str, Form]]
-"""The gradients of single samples with respect to the wanted parameters, by name."""
+"""Returns the per-sample gradients with respect to the wanted parameters, by name."""
 
 
 class NotApplicableError(TypeError):
-    """Raised by a rule that finds out at work that a module is not what it seemed: the module then has no rule."""
+    """Raised by a rule that finds that it does not apply to a call: the module then has no rule."""
 
 
 Applies = Callable[[nn.Module], bool]
 
 
 class Rule(NamedTuple):
-    """What the registry holds of a layer."""
+    """An entry of the registry: a rule and the modules that it applies to."""
 
     function: RuleFunction
     parameters: frozenset[str]  # all that such a module may have
-    extra_dims: bool  # whether inputs may have any number of dimensions between the samples and what the layer sees
+    extra_dims: bool  # whether inputs may have further dimensions between the batch dimension and the layer's own
     applies: Applies
 
 
@@ -56,7 +56,7 @@ def rule(
     extra_dims: bool = False,
     applies: Applies | None = None,
 ) -> Callable[[F], F]:
-    """Enter a function as the rule of one or several module classes.
+    """Register a function as the rule of one or several module classes.
 
     The function gets a `Call` and returns, for each name in `call.wanted`, the gradients of single samples as one of
     the forms `Dense`, `Product` and `Rows`.  It must be pure: it neither changes the module nor keeps anything.
@@ -65,7 +65,7 @@ def rule(
         modules: classes with this very forward; subclasses count if they have not overridden it.
         parameters: the names of all parameters that such a module may have of its own.
         extra_dims: whether the function takes inputs with any number of dimensions after the samples.
-        applies: a module for which this says no is treated as one without a rule.
+        applies: a module for which this returns False has no rule.
 
     """
     for kind in modules:
@@ -83,7 +83,7 @@ def rule(
 
 
 def rule_where(condition: Applies, parameters: tuple[str, ...], extra_dims: bool = False) -> Callable[[F], F]:
-    """Enter a function as the rule of all modules that meet a condition: for classes that may not be installed."""
+    """Register a function as the rule of all modules that meet a condition: for classes that may not be installed."""
 
     def enter(function: F) -> F:
         _NAMED.append((condition, Rule(function, frozenset(parameters), extra_dims, _always)))
@@ -93,9 +93,9 @@ def rule_where(condition: Applies, parameters: tuple[str, ...], extra_dims: bool
 
 
 def find_rule(module: nn.Module, computed: frozenset[str] = frozenset()) -> Rule | None:
-    """The rule of a module, if its forward is known, and all of its own parameters are.
+    """Return the rule of a module, if one knows its forward and all of its parameters.
 
-    `computed`: what takes the place of further parameters, made from others (`parametrized.py`).
+    `computed`: names of tensors that a parametrization computes in place of parameters (`parametrized.py`).
     """
     own = {name for name, parameter in module._parameters.items() if parameter is not None} | computed
     if not own or "forward" in vars(module) or torch_module._global_forward_hooks:
@@ -118,13 +118,13 @@ def _always(module: nn.Module) -> bool:
 
 
 def known_rules() -> list[str]:
-    """What has a rule, for messages: module classes by name, rules of other libraries' classes by their function's."""
+    """Return the names of module classes with a rule, and of rules for other libraries' classes, for messages."""
     named = [entry.function.__name__ for _, entry in _NAMED]
     return sorted({kind.__name__ for kind in _RULES} | set(named), key=str.lower)
 
 
 def why_no_rule(module: nn.Module) -> str:
-    """Why `find_rule` finds none, in words; empty if it finds one."""
+    """Return the reason why `find_rule` finds no rule, as text; empty if it finds one."""
     if find_rule(module) is not None:
         return ""
     kind, own = type(module).__name__, {name for name, value in module._parameters.items() if value is not None}
@@ -135,7 +135,7 @@ def why_no_rule(module: nn.Module) -> str:
     if "forward" in vars(module) or (entered is not None and type(module).forward is not entered.forward):
         return f"{kind} has a forward of its own" + (f", other than {entered.__name__}'s" if entered else "")
     if entered is None:
-        return f"{kind} has not been entered"
+        return f"{kind} has not been registered"
     if not own <= _RULES[entered].parameters:
         return f"the rule of {entered.__name__} does not know {', '.join(sorted(own - _RULES[entered].parameters))}"
     return f"the rule of {entered.__name__} says that it does not apply to this {kind}"

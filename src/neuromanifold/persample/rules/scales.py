@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.gradients import Dense, Form
-from neuromanifold.persample.rules.normalisation import at_least_float32, sum_over
+from neuromanifold.persample.rules.normalisation import at_least_float32, scale_and_shift, sum_over
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule, rule_where
 
 
@@ -21,7 +21,7 @@ def prelu(call: Call) -> dict[str, Form]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A norm of another library: a vector named weight, perhaps one named bias, and a name that says so."""
+    """Whether a module is a norm of another library, by its class name: with a vector `weight`, perhaps a `bias`."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     named = type(module).__name__.endswith(("RMSNorm", "LayerNorm", "GlobalResponseNorm", "ScaleNorm"))
     alone = not any(True for _ in module.children()) and not type(module).__module__.startswith("torch.")
@@ -33,7 +33,7 @@ def _is_norm(module: nn.Module) -> bool:
 def norm_like(call: Call) -> dict[str, Form]:
     """y = w∘x̂ + b, with x̂ = f(w = 1) - f(w = 0) from the module itself; refused if y is something else.
 
-    So variants need not be known: whether there is an epsilon, in which precision, and whether w or 1 + w is used.
+    It covers all variants: with or without an epsilon, in any precision, with w or 1 + w.
     """
     weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
     assert weight is not None
@@ -41,21 +41,15 @@ def norm_like(call: Call) -> dict[str, Form]:
     origin = _evaluate(call, torch.zeros_like(weight), nothing)
     scaled = _evaluate(call, torch.ones_like(weight), nothing) - origin
     fitting = [d for d in range(1, scaled.ndim) if scaled.shape[d] == len(weight)]
-    known = not call.trial and len(fitting) == 1
+    known = not call.validating and len(fitting) == 1
     dim = fitting[0] if known else _feature_dimension(call, weight, bias, origin, scaled)
-    over = tuple(d for d in range(1, call.g.ndim) if d != dim)
-    found: dict[str, Form] = {}
-    if "weight" in call.wanted:
-        found["weight"] = Dense(sum_over(call.g * scaled, over))
-    if "bias" in call.wanted:
-        found["bias"] = Dense(sum_over(call.g, over))
-    return found
+    return scale_and_shift(call, lambda: scaled, tuple(d for d in range(1, call.g.ndim) if d != dim))
 
 
 def _feature_dimension(call: Call, weight: Tensor, bias: Tensor | None, origin: Tensor, scaled: Tensor) -> int:
-    """Along which dimension the weight lies; found by trying, so that no layer is taken for what it is not.
+    """Return the dimension that the weight scales, by evaluating the module: no layer is taken for what it is not.
 
-    Tried with entries that are all different: the module's own are often all one, which fits every dimension.
+    The weight has entries that are all different: the module's own are often all one, which fits every dimension.
     """
     some = torch.linspace(0.5, 1.5, len(weight), dtype=weight.dtype, device=weight.device)
     output = _evaluate(call, some, None if bias is None else some)
@@ -74,7 +68,7 @@ def _feature_dimension(call: Call, weight: Tensor, bias: Tensor | None, origin: 
 
 
 def _evaluate(call: Call, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The module's forward with another weight, in float32 or better; the module is put back whatever happens."""
+    """Return the module's output with another weight, in float32 or better; the module is restored in any case."""
     module, before = call.module, dict(call.module._parameters)
     try:
         module._parameters["weight"] = weight  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The bounds of a network as a picture: intervals around actual values."""
+"""A plot of the bounds of a network: intervals around actual values."""
 
 from __future__ import annotations
 
