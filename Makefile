@@ -26,6 +26,7 @@ bench: .venv/installed-test  ## ratios measured side by side, printed and kept i
 	$(BIN)/python benchmarks/accuracy.py digits
 	$(BIN)/python benchmarks/bounds.py
 	$(BIN)/python benchmarks/operators.py
+	$(BIN)/python benchmarks/ablation.py
 
 docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure made anew
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -32,8 +32,8 @@ ROWS: dict[str, tuple[nm.Estimator, str, bool]] = {  # estimator, granularity, w
     "per sample, Empirical()": (nm.Empirical(), "auto", False),
 }
 MAIN = (PER_SAMPLE, GRAPHS, PER_BATCH)  # of every precision; the others with --all-rows, in fp32
-GROUP = 4  # batches of which one takes fourth powers for the error bars
-BETWEEN, CAPTURED = 17, 20  # batches after one that is verified; until all variants of a batch are captured
+ALL_OF, GROUP = 128, 4  # samples whose fourth powers are all taken; then of so many batches, those of one
+BETWEEN, CAPTURED = 17, 24  # batches after one that is verified; until all variants of a batch are captured
 SECONDS, LONG, MOST = 0.2, 0.03, 200  # of the batches that a time comes from; of a long batch; batches
 
 
@@ -102,8 +102,9 @@ def time_rows(session: Session, name: str, which: str, task: Task, runs: dict[st
 def take_turns(session: Session, title: str, task: Task, runs: dict[str, Run]) -> dict[str, Slope | Missing]:
     """Return the slope of each run, or why there is none; the baseline comes first in every turn."""
     found: dict[str, Slope | Missing] = {}
+    steady = math.ceil(ALL_OF / len(task.labels))  # batches until then
     for name, run in runs.items():  # compiles what there is to compile
-        warm = 1 if session.options.quick else GROUP + 2
+        warm = 1 if session.options.quick else steady + GROUP
         one = session.guarded(
             f"{title} · {name}", lambda run=run, warm=warm: session.seconds(lambda: run([task.batch] * warm))
         )
@@ -118,7 +119,7 @@ def take_turns(session: Session, title: str, task: Task, runs: dict[str, Run]) -
             slope = found[name]
             if isinstance(slope, Missing):
                 continue
-            counts = _counts(name == GRAPHS, batch, session.options.quick)
+            counts = _counts(name == GRAPHS, batch > LONG and steady <= GROUP, batch, session.options.quick)
             turn = partial(slope_turn, run, task.batch, counts, session.device, slope)
             missing = session.guarded(f"{title} · {name}", turn)
             if isinstance(missing, Missing) and (missing.reason.startswith("fails") or not slope.batch):
@@ -127,11 +128,11 @@ def take_turns(session: Session, title: str, task: Task, runs: dict[str, Run]) -
     return found
 
 
-def _counts(graphs: bool, batch: float, quick: bool) -> tuple[int, int]:
+def _counts(graphs: bool, few: bool, batch: float, quick: bool) -> tuple[int, int]:
     """Return two numbers of batches, a multiple of GROUP apart, with no verified batch in between."""
     if quick:
         return 1, 2
-    between = min(MOST, GROUP * math.ceil(SECONDS / batch / GROUP))
+    between = min(MOST, max(2 * GROUP, GROUP * math.ceil(SECONDS / batch / GROUP)))
     if graphs:
-        return CAPTURED, CAPTURED + max(2 * GROUP, between)
-    return (GROUP, 3 * GROUP) if batch > LONG else (BETWEEN, BETWEEN + between)
+        return CAPTURED, CAPTURED + between
+    return (GROUP, 3 * GROUP) if few else (BETWEEN, BETWEEN + between)

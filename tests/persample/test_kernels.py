@@ -35,7 +35,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # bfloat16: benchmarks/gpu.py, on a GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # bfloat16: benchmarks/gpu/kernels.py, on a GPU
 @pytest.mark.parametrize("parts", [1, 3])
 def test_products_are_squared_sample_by_sample(shape, dtype, parts):
     n, t, o, i = shape
