@@ -27,7 +27,6 @@ SOURCES = {  # of the kernels in C
     "deflated_probe": "probe.c",
     "add_squares_of_products": "square.c",
     "add_squares_of_convolution": "square.c",
-    "add_powers": "powers.c",
 }
 
 
@@ -58,19 +57,19 @@ def cpu_cases() -> dict[str, Case]:
     found = small_networks()
     products, convolutions = "add_squares_of_products", "add_squares_of_convolution"
     operations = {
-        "two-layer MLP, B=64": ("deflated_probe", products, "add_powers"),
-        "small CNN, B=32": ("deflated_probe", products, convolutions, "add_powers"),
-        "small transformer, B=16": ("deflated_probe", products, "add_powers"),
+        "two-layer MLP, B=64": ("deflated_probe", products),
+        "small CNN, B=32": ("deflated_probe", products, convolutions),
+        "small transformer, B=16": ("deflated_probe", products),
     }
     cases = {name: Case(*found[name], chosen) for name, chosen in operations.items()}
     many = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1000))
     labels: Tensor = torch.randint(0, 1000, (64,))
-    cases["1000 classes, B=64"] = Case(many, (torch.randn(64, 64), labels), ("deflated_probe", products, "add_powers"))
+    cases["1000 classes, B=64"] = Case(many, (torch.randn(64, 64), labels), ("deflated_probe", products))
     for name, counts in (("MLP", MANY), ("transformer", FEW)):
         large = task(name)
         size = sum(parameter.numel() for parameter in large.model.parameters()) / 1e6
         title = f"{name}, {size:.1f} M parameters, B={len(large.labels)}"
-        cases[title] = Case(large.model, large.batch, ("deflated_probe", products, "add_powers"), counts)
+        cases[title] = Case(large.model, large.batch, ("deflated_probe", products), counts)
     return cases
 
 

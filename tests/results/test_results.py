@@ -43,7 +43,7 @@ def test_it_prints_as_a_table() -> None:
     assert rows["2"][1:5] == ["27", "0.0", "%", f"{weights.mean():.3g}"]
     assert rows["2"][5] == f"{weights.quantile(0.5):.3g}"
     assert rows["2"][6] == f"{weights.quantile(0.95):.3g}"
-    assert "64 samples, 4 batches, 4 passes" in lines[-1]
+    assert "64 samples, 4 batches (2 verified), 4 passes" in lines[-1]
     assert "Hutchinson(probes=1" in lines[-1]
     assert "unbiased" in lines[-1]
 

@@ -98,8 +98,8 @@ def test_every_result_is_that_of_the_definition(name: str, samples: int) -> None
     if name.startswith("LayerNorm over") and samples == 1:
         pytest.skip("its shape is that of four samples")
     model, x = made(name).eval(), data(samples, T, D)
-    matrix = reference.fisher_matrix(model, lambda m: m(x))
-    diagonal = reference.fisher_diagonal(model, lambda m: m(x))
+    matrix = reference.reference_matrix(model, lambda m: m(x))
+    diagonal = reference.reference_diagonal(model, lambda m: m(x))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", nm.SlowPathWarning)
         found = nm.fisher_diagonal(model, [x], nm.Exact(), reduction="sum")
@@ -133,7 +133,7 @@ def test_position_tables_are_per_sample_where_positions_are_a_multiple_of_sample
     x = data(B, positions, D)
     found = nm.fisher_diagonal(model, [x], nm.Exact(), reduction="sum")
     assert set(found.provenance.granularity.values()) == {"sample"}
-    for key, expected in reference.fisher_diagonal(model, lambda m: m(x)).items():
+    for key, expected in reference.reference_diagonal(model, lambda m: m(x)).items():
         torch.testing.assert_close(found[key], expected, rtol=1e-9, atol=1e-12)
 
 

@@ -10,7 +10,6 @@
     add_squares_of_rows          rows.py                      embeddings
     feature_norm_sums            norms.py                     LayerNorm and RMSNorm
     channel_norm_sums            norms.py                     BatchNorm with running statistics
-    add_powers                                     powers.c   biases and scales, all at once
 
 The environment variable NEUROMANIFOLD_KERNELS is 1 (the default), 0 (torch does everything), or interpret (Triton's
 kernels on a CPU, by its interpreter, which needs TRITON_INTERPRET=1: slow, for tests).  Triton is imported when the
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.core.ties import is_differentiated
-from neuromanifold.kernels.c import powers, probe, square
+from neuromanifold.kernels.c import probe, square
 from neuromanifold.kernels.values import Accumulators, Deflated, Probe, Windows
 
 Backend = Literal["triton", "c"]
@@ -197,18 +196,6 @@ def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps:
     x, g = (values.contiguous() for values in (x, g))
     x, g = (values.flatten(2) if values.ndim > 2 else values[..., None] for values in (x, g))
     return norms.launch_channel_norm(x, g, mean, variance, eps)
-
-
-def add_powers(
-    values: Sequence[Tensor], scale: float, weight: float, squares: Tensor, fourths: Tensor | None = None
-) -> bool:
-    """Add Σ_n (g/scale)² (float32) and weight Σ_n (g/scale)⁴ (float64) of gradients [n, *shape] of some parameters.
-
-    Their sums stand one after the other in `squares` and `fourths`.  Returns whether it was done.
-    """
-    if squares.dtype != torch.float32 or _backend("add_powers", squares, *values) != "c":
-        return False
-    return powers.call_powers(values, scale, weight, squares, fourths)
 
 
 def tf32_products() -> bool:

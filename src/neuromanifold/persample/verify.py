@@ -11,6 +11,7 @@ two with a sign, different for neighbours: powers of two are exact, so that what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -101,13 +102,13 @@ class Verification:
         backward = PerSampleBackward(hooks, parameters, uses, plan)
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
         sums.end_pass()
+        seen.read()
         self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
         expected = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
-        wrong = (i for i in expected if not seen.agree(i, sums.totals.get(i), reference.gradients.get(i)))
-        self.failed = frozenset(refused) | frozenset(wrong)
+        self.failed = frozenset(refused) | seen.wrong({i: sums.totals.get(i) for i in expected}, reference.gradients)
         """Parameters whose per-sample gradients are not autograd's."""
 
 
@@ -121,12 +122,13 @@ def together_as_alone(backward: PerSampleBackward, logits: Tensor) -> bool:
     seen = _Observations(logits)
     backward(logits, cotangent.clone(), alone, Pass(), keep_graph=True, observer=seen)
     alone.end_pass()
+    seen.read()
     if not backward.to_uses(logits, [cotangent, 2 * cotangent], together, [Pass(), Pass(scale=2.0)]):
         return False
     for factor, sums in enumerate(together, 1):
         if sums.misshapen or sums.totals.keys() != alone.totals.keys():
             return False
-        if not all(seen.agree(i, total / factor, alone.totals[i]) for i, total in sums.totals.items()):
+        if seen.wrong({i: total / factor for i, total in sums.totals.items()}, alone.totals):
             return False
     return True
 
@@ -141,40 +143,54 @@ class _Observations:
         self.nonzero: set[Key] = set()
         self.refusing: set[int] = set()
         self._sizes: dict[int, float] = {}
+        self._unread: list[tuple[Use, Tensor, Tensor | None]] = []  # a GPU is waited for once
         self._precision = self._tolerance = 0.0
         self._lower_precision(logits)
 
     @torch.no_grad()
     def captured(self, use: Use, g: Tensor) -> None:
         """Note size and precision of the gradient at a use."""
-        size = _norm(g)
-        if size != 0:
-            self.nonzero.add(use.key)
         x = use.sites[0].partner if use.capture is None else use.capture.x
-        if x is not None and x.is_floating_point() and x.layout == torch.strided:
-            size *= max(1.0, float(root_mean_square(x.detach())))
+        scaled = x is not None and x.is_floating_point() and x.layout == torch.strided
+        self._unread.append((use, _norm(g), root_mean_square(x.detach()) if x is not None and scaled else None))
         self._lower_precision(g)
-        for i in use.parameters.values():
-            self._sizes[i] = self._sizes.get(i, 0.0) + size
+
+    def read(self) -> None:
+        """Read the sizes of all that was captured."""
+        gradients, inputs = _values([g for _, g, _ in self._unread]), _values([x for *_, x in self._unread])
+        for (use, *_), size, scale in zip(self._unread, gradients, inputs, strict=True):
+            if size != 0:
+                self.nonzero.add(use.key)
+            for i in use.parameters.values():
+                self._sizes[i] = self._sizes.get(i, 0.0) + size * max(1.0, scale)
+        self._unread = []
 
     def refused(self, use: Use) -> None:
         """Note the parameters of a use whose rule does not apply."""
         self.refusing |= set(use.parameters.values())
 
-    def agree(self, i: int, total: Tensor | None, expected: Tensor | None) -> bool:
-        """Return whether Σ c_n g_n is autograd's gradient, but for rounding; None stands for zero."""
-        if total is None or expected is None:
-            total = torch.zeros_like(expected) if total is None and expected is not None else total
-            expected = torch.zeros_like(total) if expected is None and total is not None else expected
-        if total is None or expected is None:
-            return True
-        self._lower_precision(expected)
-        expected = expected.to(total)
-        if bool(expected.isnan().any()):
-            return bool(total.isnan().any())  # the result will show it
-        difference, *sizes = (_norm(t) for t in (total - expected, total, expected))
+    @torch.no_grad()
+    def wrong(self, totals: Mapping[int, Tensor | None], expected: Mapping[int, Tensor]) -> frozenset[int]:
+        """Return the parameters whose Σ c_n g_n is not autograd's gradient, but for rounding; None stands for zero.
+
+        Where autograd says NaN, they must say so, too: the result will show it.
+        """
+        differences: list[Tensor | None] = []
+        sizes: list[Tensor | None] = []
+        for i, total in totals.items():
+            right = expected.get(i)
+            if right is not None:
+                self._lower_precision(right)
+            differences.append(_difference(total, right))
+            sizes.append(None if right is None else _norm(right))
+        found = zip(totals.items(), _values(differences), _values(sizes), strict=True)
+        return frozenset(i for (i, total), *errors in found if not self._agree(i, total, *errors))
+
+    def _agree(self, i: int, total: Tensor | None, difference: float, size: float) -> bool:
+        if math.isnan(size):
+            return total is not None and bool(total.isnan().any())
         rounding = _ROUNDING * self._precision * self._sizes.get(i, 0.0)
-        return difference <= self._tolerance * max(sizes) + rounding
+        return difference <= self._tolerance * size + rounding
 
     def _lower_precision(self, values: Tensor) -> None:
         tolerance, precision = _TOLERANCE[values.dtype.to_real()], torch.finfo(values.dtype).eps
@@ -222,10 +238,27 @@ class _WeightedSums:
         self.totals[i] = self.totals[i] + total if i in self.totals else total
 
 
-def _norm(values: Tensor) -> float:
+def _norm(values: Tensor) -> Tensor:
     """Return the Euclidean norm, in float64: float32 does not have the squares of tiny gradients."""
     values = torch.view_as_real(values) if values.is_complex() else values
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
+
+
+def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return ‖a - b‖, where None stands for zero."""
+    if a is None or b is None:
+        given = a if b is None else b
+        return None if given is None else _norm(given)
+    return _norm(a - b.to(a))
+
+
+def _values(numbers: list[Tensor | None]) -> list[float]:
+    """Read numbers back, all at once where they are on one device; None is 0."""
+    given = [number.double() for number in numbers if number is not None]
+    one_device = len({number.device for number in given}) == 1
+    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
+    return [0.0 if number is None else next(read) for number in numbers]
 
 
 def _sample_weights(logits: Tensor) -> Tensor:

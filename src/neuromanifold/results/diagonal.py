@@ -170,7 +170,9 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
 
     def _footer(self) -> str:
         p, tokens = self.provenance, f", {self.positions} positions" if self.positions != self.count else ""
-        lines = [f"{self.count} samples{tokens}, {p.batches} batches, {p.passes} passes; {p.estimator}: {p.target}"]
+        checked = f" ({p.verified} verified)" if p.verified else ""
+        seen = f"{self.count} samples{tokens}, {p.batches} batches{checked}, {p.passes} passes"
+        lines = [f"{seen}; {p.estimator}: {p.target}"]
         scaled = [] if p.scale == 1 else [f"multiplied by {p.scale:g}"]
         return "\n".join([*lines, *scaled, *self._coarse(), *([p.stopped] if p.stopped else [])])
 

@@ -1,7 +1,6 @@
 """Kernels for a CPU, in C, compiled when they are first needed; `kernels.dispatch` chooses them.
 
 square.c  Σ_n (Σ_t left ⊗ right)², for linear layers and convolutions
-powers.c  Σ_n g² and Σ_n g⁴, for biases and scales
 probe.c   the deflated probe from logits and noise
 
 The module beside each hands it tensors; `build` compiles and loads.

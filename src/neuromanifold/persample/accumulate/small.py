@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels import dispatch
-
 # A parameter with more numbers for all samples together is not small; so many layouts are kept before they are merged.
 LIMIT, _LAYOUTS = 2**20, 8
 _PART = 2**18  # numbers that are raised to the fourth power at a time
@@ -73,8 +71,6 @@ class SmallSums:
         gradients = [entry.values for entry in waiting.values()]
         _, scale, noise, _ = next(iter(waiting.values()))
         line = self._line(layout, gradients[0], bool(noise))
-        if dispatch.add_powers(gradients, scale, noise, line.squares, line.fourths if noise else None):
-            return
         values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v in gradients], 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line.squares += squares.sum(0)

@@ -1,0 +1,72 @@
+"""Sums of squares and fourth powers: their memory, units and precision."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuromanifold.persample.accumulate import DiagonalSums, Pass
+from neuromanifold.persample.accumulate.small import SmallSums
+from neuromanifold.persample.gradients import Product
+from neuromanifold.persample.gradients.products import SquaredProduct
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def truth(values: list[Tensor], scale: float, power: int) -> Tensor:
+    return torch.cat([(v.double() / scale).pow(power).sum(0).flatten() for v in values])
+
+
+def test_the_last_error_bars_take_the_memory_of_their_sums():
+    parameter = torch.zeros(300, 40)
+    sums = DiagonalSums([parameter], fourth_powers=True)
+    sums.add_samples(0, Product(noise(5, 1, 300), noise(5, 1, 40)), Pass(1.0, 0.5, 0.5))
+    (kept,) = sums._fourths
+    (before,) = sums.noise()
+    assert before.data_ptr() != kept.data_ptr()
+    (again,) = sums.noise()
+    (last,) = sums.noise(last=True)
+    assert last.data_ptr() == kept.data_ptr()
+    assert torch.equal(before, again)
+    assert torch.equal(before, last)
+
+
+def test_the_unit_of_squares_is_that_of_the_first_cotangent_that_is_not_zero():
+    right, lefts = noise(4, 1, 6), [torch.zeros(4, 5), 1e-20 * noise(4, 5), 3e-19 * noise(5, 5)[:4]]
+    form = SquaredProduct.of(Product(lefts[0][:, None], right), torch.float32)
+    known = []
+    for left in lefts:
+        form.add_cotangents(left, 1.0, 0.0)
+        known.append(form.unit_is_known)
+    assert known == [False, True, True]
+    expected = sum(left.double().square() for left in lefts)
+    torch.testing.assert_close(form.squares.double() * form.unit.double() ** 2, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums_are_float32_whatever_torch_makes_by_default(dtype):
+    """Sums of squares of float32 gradients are float32."""
+    values, before, sums = noise(5, 700), torch.get_default_dtype(), SmallSums()
+    torch.set_default_dtype(dtype)
+    try:
+        sums.add(0, values, 1.0, 1.0)
+        sums.flush()
+    finally:
+        torch.set_default_dtype(before)
+    found, fourths = sums.squares()[0], sums.fourths()[0]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), truth([values], 1.0, 2), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fourths, truth([values], 1.0, 4), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("later", [2.0**-10, 2.0**-35, 2.0**-45])
+def test_what_was_captured_without_a_unit_is_not_lost(later):
+    """Gradients may come for the first time while a CUDA graph is captured, and be far smaller in the next batch."""
+    sums, one = DiagonalSums([torch.zeros(4)], fourth_powers=True), Pass(1.0, 1.0, 1.0)
+    sums.capturing = True
+    sums.add([torch.ones(4)], one)
+    sums.capturing = False
+    sums.synchronize()
+    sums.add([torch.full((4,), later)], one)
+    torch.testing.assert_close(sums.noise()[0], torch.ones(4), rtol=1e-5, atol=0)
