@@ -14,9 +14,8 @@ ROOT = Path(__file__).parents[2]
 FILES = (
     *("core/test_devices.py", "run/test_devices.py"),  # on every device
     *("run/test_checkpoint.py", "run/test_shards.py"),  # some of them need a GPU
-    *("estimators/test_probe_kernel.py", "estimators/test_lower_kernel.py"),  # kernels as they are compiled
 )
-CHOSEN = "cuda or gpu or test_probe_kernel or test_lower_kernel"
+CHOSEN = "cuda or gpu"
 MODULES = ("pytest", "hypothesis")
 PROCESSES = 4
 
@@ -50,7 +49,16 @@ def _pytest(session: Session) -> tuple[int, str] | Missing:
         "-m",
         "not slow",
     ]
-    command += ["-k", CHOSEN, "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+    command += [
+        "-k",
+        CHOSEN,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-W",
+        "ignore::FutureWarning",
+        "-W",
+        "ignore:Attempting to run cuBLAS",
+    ]
     command += [f"tests/{name}" for name in FILES]
     if find_spec("xdist") is not None:
         command += ["-n", str(min(PROCESSES, os.cpu_count() or 1))]

@@ -288,7 +288,7 @@ def test_too_little_room_is_said_before_the_run(
         (["--shard", "2/2"], "I from 0 to N-1"),
         (["--granularity", "token"], "auto, sample or batch"),
         (["--likelihood", "poisson"], "one of categorical"),
-        (["--rtol", "-1"], "a positive number"),
+        (["--rtol", "-1"], "a number > 0"),
         (["-b", "many"], "a number of rows, or auto"),
         (["-p", "nothing.*"], "a selection that matches something"),
         (["--columns", "text=a"], "roles among label"),

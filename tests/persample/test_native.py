@@ -296,7 +296,9 @@ def test_processes_that_build_at_once_leave_one_file_and_a_broken_one_is_replace
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "part", [pytest.param(0.1, marks=pytest.mark.slow), 0.5, pytest.param(0.9, marks=pytest.mark.slow)]
+)
 def test_a_part_of_a_library_is_replaced(part, tmp_path):
     """As a full disk or a lost machine may leave it; loading it would end the process."""
     (kept,) = processes_that_build(1, tmp_path)

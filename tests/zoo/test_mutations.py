@@ -164,7 +164,7 @@ LAYERS: dict[type[nn.Module], Kind] = {
 }
 
 
-def right_or_error(kind: str, kinds: dict[str, Kind], examples: int = 6, batches: int = 4) -> None:
+def right_or_error(kind: str, kinds: dict[str, Kind], examples: int = 3, batches: int = 4) -> None:
     @settings(max_examples=examples)
     @given(spec=specs(kind))
     def check(spec: Spec) -> None:
@@ -243,7 +243,7 @@ def odd_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_rule_of_the_user_is_seen(how: str) -> None:
     """If it is wrong for some data only, it is seen where these are in a batch that is verified."""
     batches = 2 if how == "the other sign for large inputs" else 4
-    right_or_error("layer", {"layer": network(lambda m: Odd(m.d, how), LAYOUTS)}, examples=12, batches=batches)
+    right_or_error("layer", {"layer": network(lambda m: Odd(m.d, how), LAYOUTS)}, examples=5, batches=batches)
 
 
 @pytest.mark.parametrize("when", ["from the second batch on", "for other sizes", "for one sample", "for many samples"])
@@ -269,7 +269,7 @@ def test_a_rule_that_is_right_at_first_is_seen(when: str, mutation: str, monkeyp
     put(monkeypatch, nn.Linear, sometimes)
     kinds = {"layer": LAYERS[nn.LayerNorm]}  # its first layer is linear, and called once
 
-    @settings(max_examples=8)
+    @settings(max_examples=5)
     @given(spec=specs("layer"))
     def check(spec: Spec) -> None:
         seen.clear()

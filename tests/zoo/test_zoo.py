@@ -43,7 +43,7 @@ def warned_of(kinds: dict[str, Kind]) -> Callable[[Spec], None]:
 
 @pytest.mark.parametrize(("family", "kind"), ALONE, ids=[f"{family}: {kind}" for family, kind in ALONE])
 def test_right_or_refused(family: str, kind: str) -> None:
-    drawn(kind, 5, right_or_refused(FAMILIES[family]))
+    drawn(kind, 3, right_or_refused(FAMILIES[family]))
 
 
 @pytest.mark.slow

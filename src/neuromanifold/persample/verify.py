@@ -12,7 +12,7 @@ two with a sign, different for neighbours: powers of two are exact, so that what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, pre
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
 _ROUNDING = 16.0  # times the precision and the size of what is added up
+_COMPARED = 2**21  # logits, at the most about twice as many
 _WEIGHTS = (1.0, -2.0, 0.5, -1.0, 2.0, 0.0, -0.5)
 
 
@@ -34,17 +35,17 @@ _WEIGHTS = (1.0, -2.0, 0.5, -1.0, 2.0, 0.0, -0.5)
 class Reference:
     """What ordinary autograd says about one batch: Jᵀ(c∘u), and the logits."""
 
-    logits: Tensor
+    logits: Tensor  # some of them, all over the batch, where they are many
     gradients: dict[int, Tensor]  # by number of the parameter; those that the logits do not depend on are left out
 
     @classmethod
     def of(cls, logits: Tensor, parameters: list[nn.Parameter]) -> Reference:
         """Differentiate logits of a forward pass without hooks; the graph is freed."""
-        weights = _sample_weights(logits)
-        cotangent = weights.view(-1, *[1] * (logits.ndim - 1)) * _cotangent(logits)
-        found = torch.autograd.grad(logits, parameters, cotangent.to(logits.dtype), allow_unused=True)
+        weights = _sample_weights(logits).to(logits.dtype)  # powers of two, which every type has
+        cotangent = _cotangent(logits).mul_(weights.view(-1, *[1] * (logits.ndim - 1)))
+        found = torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
         gradients = {i: dense(g).detach() for i, g in enumerate(found) if g is not None}
-        return cls(logits.detach(), gradients)
+        return cls(_some(logits), gradients)
 
 
 def make_plan(
@@ -60,7 +61,7 @@ def make_plan(
     If there are more of them than before, forward has to be repeated without them.
     """
     covered = frozenset(uses.counts) | uses.unsupported
-    if not _same_logits(logits.detach(), reference.logits):
+    if not _same_logits(_some(logits), reference.logits):
         return Plan({}, excluded | covered)  # hooks change what the model computes, or it never computes it twice
     if uses.unsupported:
         return Plan({}, excluded | uses.unsupported)
@@ -98,7 +99,7 @@ class Verification:
         self, uses: Uses, plan: Plan, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter]
     ) -> None:
         seen = _Observations(logits)
-        sums = _WeightedSums(_sample_weights(logits), parameters)
+        sums = _WeightedSums(_sample_weights(logits), parameters, reference.gradients)
         backward = PerSampleBackward(hooks, parameters, uses, plan)
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
         sums.end_pass()
@@ -108,7 +109,7 @@ class Verification:
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
         expected = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
-        self.failed = frozenset(refused) | seen.wrong({i: sums.totals.get(i) for i in expected}, reference.gradients)
+        self.failed = frozenset(refused) | seen.wrong(expected, sums)
         """Parameters whose per-sample gradients are not autograd's."""
 
 
@@ -118,19 +119,14 @@ def together_as_alone(backward: PerSampleBackward, logits: Tensor) -> bool:
     They do not where an operation cannot be vectorised, or works in place on gradients that are shared.
     """
     weights, cotangent = _sample_weights(logits), _cotangent(logits)
-    alone, *together = (_WeightedSums(weights, backward.parameters) for _ in range(3))
-    seen = _Observations(logits)
+    seen, alone = _Observations(logits), _WeightedSums(weights, backward.parameters)
     backward(logits, cotangent.clone(), alone, Pass(), keep_graph=True, observer=seen)
     alone.end_pass()
     seen.read()
-    if not backward.to_uses(logits, [cotangent, 2 * cotangent], together, [Pass(), Pass(scale=2.0)]):
+    together = [_WeightedSums(weights, backward.parameters, alone.totals, factor) for factor in (1.0, 2.0)]
+    if not backward.to_uses(logits, [cotangent, 2 * cotangent], together, [Pass(), Pass()]):
         return False
-    for factor, sums in enumerate(together, 1):
-        if sums.misshapen or sums.totals.keys() != alone.totals.keys():
-            return False
-        if seen.wrong({i: total / factor for i, total in sums.totals.items()}, alone.totals):
-            return False
-    return True
+    return not any(sums.misshapen or seen.wrong(alone.totals.keys() | sums.sizes.keys(), sums) for sums in together)
 
 
 class _Observations:
@@ -169,26 +165,29 @@ class _Observations:
         """Note the parameters of a use whose rule does not apply."""
         self.refusing |= set(use.parameters.values())
 
-    @torch.no_grad()
-    def wrong(self, totals: Mapping[int, Tensor | None], expected: Mapping[int, Tensor]) -> frozenset[int]:
-        """Return the parameters whose Σ c_n g_n is not autograd's gradient, but for rounding; None stands for zero.
+    def wrong(self, numbers: Set[int], sums: _WeightedSums) -> frozenset[int]:
+        """Return the parameters whose Σ c_n g_n is not autograd's gradient, but for rounding.
 
         Where autograd says NaN, they must say so, too: the result will show it.
         """
-        differences: list[Tensor | None] = []
-        sizes: list[Tensor | None] = []
-        for i, total in totals.items():
-            right = expected.get(i)
-            if right is not None:
-                self._lower_precision(right)
-            differences.append(_difference(total, right))
-            sizes.append(None if right is None else _norm(right))
-        found = zip(totals.items(), _values(differences), _values(sizes), strict=True)
-        return frozenset(i for (i, total), *errors in found if not self._agree(i, total, *errors))
+        chosen = sorted(numbers)
+        expected = [sums.expected.get(i) for i in chosen]
+        for gradient in expected:
+            if gradient is not None:
+                self._lower_precision(gradient)
+        differences = _values(
+            [
+                _norm(gradient) if gradient is not None and i not in sums.differences else sums.differences.get(i)
+                for i, gradient in zip(chosen, expected, strict=True)
+            ]
+        )
+        sizes = _values([sums.sizes.get(i) for i in chosen])
+        found = zip(chosen, expected, differences, sizes, strict=True)
+        return frozenset(i for i, wanted, difference, size in found if not self._agree(i, wanted, difference, size))
 
-    def _agree(self, i: int, total: Tensor | None, difference: float, size: float) -> bool:
-        if math.isnan(size):
-            return total is not None and bool(total.isnan().any())
+    def _agree(self, i: int, expected: Tensor | None, difference: float, size: float) -> bool:
+        if math.isnan(size) and expected is not None:
+            return bool(expected.isnan().any())
         rounding = _ROUNDING * self._precision * self._sizes.get(i, 0.0)
         return difference <= self._tolerance * size + rounding
 
@@ -201,12 +200,25 @@ class _Observations:
 
 
 class _WeightedSums:
-    """Σ_n c_n g_n of each parameter.  Small ones wait until the end of the pass, as in `accumulate`."""
+    """Σ_n c_n g_n of each parameter, compared with what is expected as soon as it is there.
 
-    def __init__(self, weights: Tensor, parameters: list[nn.Parameter]) -> None:
-        self._weights, self._parameters = weights, parameters
+    Dense forms wait until the end of the pass, as in `accumulate`.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        parameters: list[nn.Parameter],
+        expected: Mapping[int, Tensor] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Without `expected`, the sums themselves are kept; they are `factor` times too large."""
+        self._weights, self._parameters, self._factor = weights, parameters, factor
+        self._keeps, self.expected = expected is None, expected or {}
         self._waiting: list[tuple[int, Form]] = []
         self.totals: dict[int, Tensor] = {}
+        self.differences: dict[int, Tensor] = {}  # ‖Σ c_n g_n - expected‖
+        self.sizes: dict[int, Tensor] = {}  # ‖Σ c_n g_n‖
         self.misshapen: set[int] = set()
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
@@ -235,7 +247,13 @@ class _WeightedSums:
         except Exception:  # factors that do not fit together
             self.misshapen.add(i)
             return
-        self.totals[i] = self.totals[i] + total if i in self.totals else total
+        total = total if self._factor == 1.0 else total / self._factor
+        if self._keeps:
+            self.totals[i] = total
+        else:
+            wanted = self.expected.get(i)
+            self.sizes[i] = _norm(total)
+            self.differences[i] = self.sizes[i] if wanted is None else _norm(total - wanted.to(total))
 
 
 def _norm(values: Tensor) -> Tensor:
@@ -243,14 +261,6 @@ def _norm(values: Tensor) -> Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
-
-
-def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return ‖a - b‖, where None stands for zero."""
-    if a is None or b is None:
-        given = a if b is None else b
-        return None if given is None else _norm(given)
-    return _norm(a - b.to(a))
 
 
 def _values(numbers: list[Tensor | None]) -> list[float]:
@@ -271,9 +281,14 @@ def _sample_weights(logits: Tensor) -> Tensor:
 
 def _cotangent(logits: Tensor) -> Tensor:
     """Noise of the logits' shape; the same for logits of the same shape, on the same device."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     generator = torch.Generator(logits.device).manual_seed(len(logits))
-    return torch.randn(logits.shape, generator=generator, device=logits.device, dtype=dtype)
+    return torch.randn(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
+
+
+def _some(logits: Tensor) -> Tensor:
+    """Return at most some millions of the logits, from all samples."""
+    values = logits.detach().flatten()
+    return values[:: 1 + len(values) // _COMPARED].clone()
 
 
 def _same_logits(found: Tensor, expected: Tensor) -> bool:
