@@ -251,7 +251,7 @@ def report(r: dict) -> str:
 _NOTE = """RelMAE: mean of |estimate - F|/(F + 1e-12), F summed over the samples; positive: over entries with F > 0.
 s.e.: the standard error that the result reports of itself, Σ s.e./Σ F.  2 s.e.: the share of positive entries within
 two of them (95 % is what they promise).  scale: trace over that of F.  time: over forward + backward of the same
-batches, all in turn, medians; processor time on a CPU.  Per sample, batches 0, 1, 16, 256, ... of a call
+batches, all in turn, medians; processor time on a CPU.  Per sample, batches 0, 1, 128, 16384, ... of a call
 have more passes, in which gradients are verified: calls with few batches show it.  Means over the seeds."""
 
 

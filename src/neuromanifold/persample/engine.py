@@ -41,7 +41,7 @@ class PerSampleGradients:
     """Captures forward passes of a model and keeps a verified plan for each kind of graph.
 
     A plan is verified with the first batch of its kind, and with every batch if the samples cannot be followed through
-    the graph.  Besides, batches 0, 1, 16, 256, ... of a run are verified whatever is known about them.
+    the graph.  Besides, batches 0, 1, 128, 16384, ... of a run are verified whatever is known about them.
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], batch_dim: int = 0) -> None:
@@ -208,7 +208,7 @@ class PerSampleGradients:
 
 
 def _is_due(batch: int) -> bool:
-    """Whether a batch is verified in any case: 0, 1, 16, 256, ..."""
-    while batch > 1 and batch % 16 == 0:
-        batch //= 16
+    """Whether a batch is verified in any case: 0, 1, 128, 16384, ..."""
+    while batch > 1 and batch % 128 == 0:
+        batch //= 128
     return batch in (0, 1)
