@@ -1,7 +1,7 @@
 """Seconds of a batch over those of forward + backward, wall-clock; all rows take turns.
 
-Verified batches (0, 1, 128, 16384, ...) and those before CUDA graphs are captured are in the fixed part: times are slopes
-between two runs whose numbers of batches have none of them in between.
+Verified batches (0, 1, 128, 16384, ...) and those before CUDA graphs are captured are in the fixed part: times are
+slopes between two runs whose numbers of batches have none of them in between.
 """
 
 from __future__ import annotations
