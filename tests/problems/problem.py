@@ -20,7 +20,7 @@ class Problem:
     labels: Tensor
     likelihood: Callable[[Tensor], nm.Core] = nm.Categorical
     options: dict[str, Any] = field(default_factory=dict)  # for fisher_diagonal
-    rest: tuple[str, ...] = ()  # patterns of the parameters that need not be done by samples; all others must be
+    rest: tuple[str, ...] = ()  # patterns of the parameters that need not be done per sample; all others must be
     rtol: float = 1e-10  # some models work in float32 whatever they get
 
     @property

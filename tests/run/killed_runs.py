@@ -37,7 +37,7 @@ class BrokenError(Exception):
 
 
 def failing(data: list[Any], at: int) -> Iterator[Any]:
-    """Data that fail before batch number so-and-so."""
+    """Data that fail before batch number `at`."""
     for number, item in enumerate(data):
         if number == at:
             raise BrokenError

@@ -155,7 +155,7 @@ def test_units_and_layouts_of_small_sums_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_was_given_up_for_one_batch_stays_given_up(tmp_path: Path) -> None:
-    """In batch 1 a weight is used outside of its module: from then on it is squared by batches, also after a stop."""
+    """In batch 1 a weight is used outside of its module: from then on it is squared per batch, also after a stop."""
 
     def forward(m: Any, x: Tensor, odd: bool) -> Tensor:
         z: Tensor = m.head(torch.tanh(m.layer(x)))

@@ -173,7 +173,7 @@ def _float(inputs: object, dtype: torch.dtype = torch.float32) -> object:
 @pytest.mark.parametrize("granularity", ["auto", "sample", "batch"])
 @pytest.mark.parametrize("name", ALL)
 def test_one_backward_squares_what_it_says(name: str, granularity: str) -> None:
-    """The very cotangents of a run, sent back by definition: squared by samples where it says so, else by batches."""
+    """The very cotangents of a run, sent back by definition: squared per sample where it says so, else per batch."""
     problem, estimator = ALL[name], nm.Hutchinson(2, deflate=0, orthogonal=False)
     result = estimate(problem, estimator, granularity=granularity, seed=3)
     ways = result.provenance.granularity

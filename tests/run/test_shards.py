@@ -62,7 +62,7 @@ def test_two_shards_add_up_to_one_run_for_any_model(name: str) -> None:
     whole, parts = run(None), [run((0, 2)), run((1, 2))]
     same = [key for key, way in whole.provenance.granularity.items() if parts[1].provenance.granularity[key] == way]
     found = parts[0] + parts[1]
-    for key in same:  # one sample at a time is by samples, too
+    for key in same:  # one sample at a time is per sample, too
         torch.testing.assert_close(found.sums[key], whole.sums[key], rtol=problem.rtol, atol=1e-14)
     assert len(same) == len(whole) or parts[1].count == 2
 

@@ -135,7 +135,7 @@ def _trace(case: Case) -> float:
 
 
 def _done_by_sample(result: Any, spec: Spec) -> dict[str, Tensor]:
-    """The parameters for which probes leave no noise: by samples, or where each batch is a sample."""
+    """The parameters for which probes leave no noise: per sample, or where each batch is a sample."""
     methods = result.provenance.granularity
     return {name: result[name] for name in result if max(spec.sizes) == 1 or methods[name] != "batch"}
 

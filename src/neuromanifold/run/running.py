@@ -50,7 +50,7 @@ class RunningFisher:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ValueError(message("decay", "a number in [0, 1)", repr(decay)))
         self.estimator = Hutchinson() if estimator is None else estimator
-        choose_granularity(self.estimator, "batch")  # refuses what cannot be squared by batches
+        choose_granularity(self.estimator, "batch")  # refuses what cannot be squared per batch
         self.estimator = self.estimator.for_batches()
         self.decay, self.likelihood = float(decay), likelihood
         self._chosen = select_parameters(model, parameters)
