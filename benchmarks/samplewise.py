@@ -48,8 +48,9 @@ SAMPLES, CLASSES, MANY = 4, 4, 20  # of a loop; of torch.func where there are ma
 
 RUN = 128  # batches of a run in which the cost of verification is measured
 VERIFICATION_NOTE = (
-    "Processor time, all in turn, medians.  Verification: a run as it is over the same run with only its first batch "
-    "verified.  Fixed: a call with one batch, less a later batch."
+    "Processor time, all in turn, medians.  One verification: a run with every batch verified, less one with only its "
+    "first, by the number of batches.  Verification adds: as many as a run of this length has, its first included, over "
+    "its later batches.  Fixed: a call with one batch, less a later batch."
 )
 
 
@@ -184,19 +185,22 @@ def _line(
 def verification(options: argparse.Namespace) -> str:
     """Measure what verification adds to a run, what a call costs once, and what a later batch costs."""
     device, rows, batches = torch.device("cpu"), [], 16 if options.quick else RUN
-    only_first = mock.patch.object(engine, "_is_due", lambda batch: batch == 0)
+    only_first, every = (mock.patch.object(engine, "_is_due", due) for due in (lambda batch: batch == 0, lambda _: True))
+    verified = sum(engine._is_due(batch) for batch in range(batches))
     for name, (model, batch) in small_networks().items():
         estimate = partial(nm.fisher_diagonal, model)
-        kinds = {BASELINE: partial(forward_backward, model), "verified": estimate, "first": only_first(estimate)}
+        kinds = {BASELINE: partial(forward_backward, model), "first": only_first(estimate), "every": every(estimate)}
         times = interleaved_runs(kinds, batch, (1, batches), options.repeats, device)
         ms = {kind: {k: 1000 * one.cpu for k, one in times[kind].items()} for kind in kinds}
-        base, later = ((ms[kind][batches] - ms[kind][1]) / (batches - 1) for kind in (BASELINE, "first"))
-        once, added = ms["verified"][1] - later, ms["verified"][batches] / ms["first"][batches] - 1
+        base, later, checked = ((ms[kind][batches] - ms[kind][1]) / (batches - 1) for kind in kinds)
+        once, one = ms["first"][1] - later, checked / later - 1
         figures = f"{base:.2f}", f"{later:.2f}", f"{later - base:.2f}", f"{later / base:.2f}"
-        rows.append([name, *figures, f"{once:.1f}", f"{once / base:.1f}", f"{100 * added:.1f} %"])
+        added = f"{one:.2f}", f"{100 * verified * one / batches:.1f} %"
+        rows.append([name, *figures, f"{once:.1f}", f"{once / base:.1f}", *added])
         print(" · ".join(rows[-1]), flush=True)
     header = ["network", "forward + backward, ms", "later batch, ms", "overhead, ms", "ratio", "fixed, ms"]
-    header += ["fixed, in forward + backward", f"verification adds, {batches} batches"]
+    header += ["fixed, in forward + backward", "one verification, in later batches"]
+    header += [f"verification adds, {batches} batches"]
     return "\n\n".join(["## Verification and fixed cost: nm.Hutchinson()", VERIFICATION_NOTE, table(header, rows)])
 
 

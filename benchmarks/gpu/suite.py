@@ -56,8 +56,6 @@ def _pytest(session: Session) -> tuple[int, str] | Missing:
         "ignore::DeprecationWarning",
         "-W",
         "ignore::FutureWarning",
-        "-W",
-        "ignore:Attempting to run cuBLAS",
     ]
     command += [f"tests/{name}" for name in FILES]
     if find_spec("xdist") is not None:

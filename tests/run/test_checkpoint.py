@@ -761,9 +761,9 @@ def test_on_a_gpu_it_goes_on_with_the_same_numbers_too(tmp_path: Path) -> None:
     model, data = killed_runs.network().cuda(), inputs(20, 16)
     failures(tmp_path, model, data)
     whole = nm.fisher_diagonal(model, data)
-    for replay in (True, False):
+    for graphs in (True, False):
         with pytest.raises(BrokenError):
-            nm.fisher_diagonal(model, failing(data, 11), replay=replay, checkpoint=tmp_path / f"{replay}")
-        found = nm.fisher_diagonal(model, data, replay=replay, checkpoint=tmp_path / f"{replay}")
+            nm.fisher_diagonal(model, failing(data, 11), cuda_graphs=graphs, checkpoint=tmp_path / f"{graphs}")
+        found = nm.fisher_diagonal(model, data, cuda_graphs=graphs, checkpoint=tmp_path / f"{graphs}")
         for name in whole:
             torch.testing.assert_close(found[name], whole[name])
