@@ -49,6 +49,15 @@ class Outputs(NamedTuple):
             return torch.where(self.valid.view(-1, *[1] * len(rest)), values, 0)
         return values[self.valid]
 
+    def per_sample(self, values: Tensor) -> Tensor:
+        """Add values [R] of the rows made by `select` over the positions of each sample, [B]."""
+        if self.valid is None:
+            return values.view(len(self.logits), -1).sum(1)
+        if self.logits.ndim == 2:
+            return torch.where(self.valid, values, 0)
+        owner = self.valid.flatten(1).nonzero()[:, 0]
+        return values.new_zeros(len(self.logits)).index_add_(0, owner, values)
+
     def scatter(self, rows: Tensor) -> Tensor:
         """Rows [R, C] as made by `select`, in a tensor of the logits' shape that is zero elsewhere."""
         shape = self.logits.shape

@@ -26,6 +26,7 @@ class Counts:
     next: int = 0  # the number, in the data, of the batch after the last one
     running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
     running_positions: int | Tensor = 0
+    left_out: int = 0  # samples without a pass, for which others have larger weights
     noise_shares: tuple[float | Tensor, float | Tensor] | None = None  # `Estimator.noise_shares`, over some batches
 
     def add_noise_shares(self, shares: tuple[Tensor, Tensor] | None) -> None:
