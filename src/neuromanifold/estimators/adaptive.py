@@ -91,7 +91,6 @@ class Adaptive(Estimator):
         """What to do with a batch if all samples are alike: of 1.75 passes, two for three of four batches."""
         return several(math.floor((batch + 1) * self.mean_passes) - math.floor(batch * self.mean_passes))
 
-
     def allocation(self, samples: int) -> Allocation:
         """The same for all samples: fewer passes than one leave some of them out."""
         ones = torch.ones(samples, dtype=torch.float64)

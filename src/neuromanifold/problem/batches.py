@@ -54,7 +54,7 @@ class Batch(NamedTuple):
         return Batch(*cut((self.args, self.kwargs), samples, rows, batch_dim), labels, self.number)
 
 
-class Rows(NamedTuple):
+class SomeSamples(NamedTuple):
     """Some samples of a batch."""
 
     batch: Batch
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     rows: Tensor
 
 
-def gather(parts: list[Rows], batch_dim: int = 0) -> Batch:
+def gather(parts: list[SomeSamples], batch_dim: int = 0) -> Batch:
     """Join samples of batches of the same kind; tensors in which samples cannot be found are those of the first."""
     cuts = [part.batch.cut(part.samples, part.rows, batch_dim) for part in parts]
     if len(cuts) == 1:

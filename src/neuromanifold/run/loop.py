@@ -19,7 +19,9 @@ from typing import Literal
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import GradientSums, StatefulSums
+from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer, Reporter
 from neuromanifold.run.checkpoint import Checkpoint, CheckpointedRun, identity_of
@@ -60,8 +62,11 @@ def run(
     step = Step(problem, settings, sums)
     captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
     one_by_one = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
-    adaptive = AdaptiveSteps(step, settings.estimator) if isinstance(settings.estimator, Adaptive) else None
-    process = adaptive or (lambda batches: map(one_by_one, batches))
+    process = (
+        AdaptiveSteps(step, counts)
+        if isinstance(settings.estimator, Adaptive)
+        else lambda batches: map(one_by_one, batches)
+    )
     saved = _resumed(step, counts, options)
     interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
     reporter = Reporter(options.progress) if callable(options.progress) else None
@@ -72,6 +77,18 @@ def run(
         one_by_one.synchronize()
         step.validation.flush()
         counts.synchronize()
+
+    def examine(batch: Batch, outputs: Outputs) -> None:
+        """Count a batch, and warn of what looks wrong: in the first one, and when parameters turn out to be slow."""
+        nonlocal left
+        sums.synchronize()
+        if not counts.batches or step.method.left_to_autograd > left:
+            problem.inspect(batch, outputs)
+        left = step.method.left_to_autograd
+        if counts.batches & (counts.batches - 1) == 0:  # 0, 1, 2, 4, ...: some are enough
+            core = problem.distributions(outputs, labels=False).core
+            counts.add_noise_shares(settings.estimator.noise_shares(core))
+        counts.add(outputs)
 
     with problem.session(), step.method.attached(), interrupts.watched():
         try:
@@ -95,21 +112,8 @@ def run(
                             saved.begin_batch(item)
                         batches.append(problem.read(item, n))
                     for batch, outputs in zip(batches, process(batches), strict=True):
-                        outputs = outputs.detached()  # without its activations
-                        sums.synchronize()
-                        if not counts.batches or step.method.left_to_autograd > left:
-                            problem.inspect(batch, outputs)
-                        left = step.method.left_to_autograd
-                        if counts.batches & (counts.batches - 1) == 0 and not adaptive:  # 0, 1, 2, 4, ...: some are enough
-                            core = problem.distributions(outputs, labels=False).core
-                            counts.add_noise_shares(settings.estimator.noise_shares(core))
-                        counts.running_samples = counts.running_samples + outputs.samples
-                        counts.running_positions = counts.running_positions + outputs.positions
-                        counts.batches += 1
-                        counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+                        examine(batch, outputs.detached())  # without its activations
                     counts.next, counts.methods = number + 1, step.method.methods()
-                    if adaptive:
-                        counts.noise_shares, counts.left_out = adaptive.noise_shares, adaptive.left_out
                     if reporter:
                         reporter.batch_done(lambda: counts.progress(relative_error(counts)))
                     counts.stopped = enough(counts) if enough else ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import random_seed
-from neuromanifold.estimators import Adaptive, Estimator
+from neuromanifold.estimators import Estimator
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import cotangents, weighted
@@ -37,7 +37,7 @@ class Settings:
     @property
     def window(self) -> int:
         """How many batches are taken together."""
-        return self.estimator.window if isinstance(self.estimator, Adaptive) else 1
+        return self.estimator.window
 
 
 class Step:

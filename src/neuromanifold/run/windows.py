@@ -3,7 +3,7 @@
 for each window of batches
     outputs of its first batch                      captured: if all samples are alike, backward follows as usual
     outputs of the others                           without a graph, for the scores alone
-    allocation                                      which samples are kept, with how many passes (estimators/adaptive.py)
+    allocation                                      who is kept, with how many passes (estimators/adaptive.py)
     samples with equal numbers of passes            regrouped into batches: forward, and that many backward passes
 
 All random numbers of a window follow from the seed and the number of its first batch.
@@ -30,9 +30,10 @@ from neuromanifold.estimators.adaptive import (
     score,
     several,
 )
-from neuromanifold.problem.batches import Batch, Rows, gather, same_kind
+from neuromanifold.problem.batches import Batch, SomeSamples, gather, same_kind
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.suspicions import same_logits, samples_influence_each_other
+from neuromanifold.run.counts import Counts
 from neuromanifold.run.step import Step
 
 
@@ -53,14 +54,12 @@ class _Scored(NamedTuple):
 class AdaptiveSteps:
     """Takes the batches of a window together."""
 
-    def __init__(self, step: Step, estimator: Adaptive) -> None:
-        self._step, self._problem, self._estimator = step, step.problem, estimator
+    def __init__(self, step: Step, counts: Counts) -> None:
+        assert isinstance(step.settings.estimator, Adaptive)
+        self._step, self._problem, self._estimator = step, step.problem, step.settings.estimator
+        self._counts = counts
         self._regroups: bool | None = None  # whether samples can be taken out of their batches
         self._compared = False  # whether regrouped samples have the logits that they had before
-        self.left_out = 0
-        """Samples without a pass so far."""
-        self.noise_shares = 0.0, 0.0
-        """Predicted variances of all estimates so far, and what standard errors say of them on average."""
 
     def __call__(self, batches: list[Batch]) -> Iterator[Outputs]:
         """Yield the outputs of each batch; at the end, all passes of the window are done."""
@@ -103,13 +102,13 @@ class AdaptiveSteps:
             size, generator = max(one.samples for one in window), self._step.generator
             allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, generator))
         kept = chosen(allocation.keep, self._step.generator)
-        self.left_out += len(scores.trace) - len(kept)
+        self._counts.left_out += len(scores.trace) - len(kept)
         owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
             own = kept[torch.isin(owner[kept], torch.tensor(numbers))]
             order = (allocation.passes[own] + allocation.keep[own]).argsort(descending=True, stable=True)
-            for group in own[order].split(max(1, *(window[b].samples for b in numbers))):
+            for group in torch.split(own[order], max(1, *(window[b].samples for b in numbers))):
                 self._run_group(group.sort().values, scores, allocation, window)
 
     def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Scored]) -> None:
@@ -125,7 +124,7 @@ class AdaptiveSteps:
         for start, stop, one in zip(bounds, bounds[1:], window, strict=False):
             rows = group[(group >= start) & (group < stop)] - start
             if len(rows):
-                parts.append(Rows(one.batch, one.samples, rows))
+                parts.append(SomeSamples(one.batch, one.samples, rows))
                 expected.append(None if one.logits is None else one.logits[rows.to(one.logits.device)])
         self._run(gather(parts, self._problem.batch_dim), passes, keep, scores.trace[group], expected)
         done = Allocation(keep, torch.full((len(group),), float(passes), dtype=torch.float64), allocation.price)
@@ -136,8 +135,8 @@ class AdaptiveSteps:
         variance, keep = 2 * scores.at(done.passes), done.keep
         bound = torch.where(done.passes <= 1, 2 * scores.trace.square(), variance)
         missed = (1 - keep) * (scores.fisher + variance)
-        shares = (times * float(((keep * one + missed) / keep.square()).sum()) for one in (variance, bound))
-        self.noise_shares = tuple(a + b for a, b in zip(self.noise_shares, shares, strict=True))  # type: ignore[assignment]
+        noise, bounded = (times * float(((keep * one + missed) / keep.square()).sum()) for one in (variance, bound))
+        self._counts.add_noise_shares((noise, bounded))
 
     def _at_random(self, batches: list[Batch], outputs: Outputs) -> Iterator[Outputs]:
         """Samples of each batch at random, which are as good as any other if all are alike."""
@@ -148,9 +147,9 @@ class AdaptiveSteps:
             samples = self._problem.samples_of(batch, first)
             keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
             rows = chosen(keep, self._step.generator)
-            self.left_out += samples - len(rows)
+            self._counts.left_out += samples - len(rows)
             if len(rows):
-                part = gather([Rows(batch, samples, rows)], self._problem.batch_dim)
+                part = gather([SomeSamples(batch, samples, rows)], self._problem.batch_dim)
                 first = self._run(part, 1, keep[rows], torch.ones(len(rows)), [])
             yield self._problem.outputs_like(first, batch, samples)
 
