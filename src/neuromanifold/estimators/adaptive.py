@@ -43,11 +43,11 @@ class Adaptive(Estimator):
     `cost` is in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
 
     The outputs of `window` batches are computed first.  Samples that contribute little are left out at random and
-    weighted where they are kept; those with much noise get passes for their leading eigenvectors.  Batches are regrouped
-    accordingly.  On trained classifiers few samples carry most of F and of its noise, so that this is several times more
-    accurate.  Where all samples are alike, as with near-uniform predictions, looking at the outputs first does not pay:
-    then all get the same number of passes, and nothing is computed twice.  It is decided for each window by its first
-    batch.
+    weighted where they are kept; those with much noise get passes for their leading eigenvectors.  Batches are
+    regrouped accordingly.  On trained classifiers few samples carry most of F and of its noise, so that this is several
+    times more accurate.  Where all samples are alike, as with near-uniform predictions, looking at outputs first does
+    not pay: then all get the same number of passes, and nothing is computed twice.  It is decided for each window by
+    its first batch.
     """
 
     cost: float = 1.0

@@ -37,7 +37,7 @@ ORDERS_OF_THEIR_OWN = 256
 def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: int) -> Tensor:
     """Predict the noise of m passes if 0, 1, ... leading eigenvectors have passes of their own, [..., own].
 
-    Of values λ [..., k], with R = Σ λ and Q = Σ λ² over the eigenvalues that share the other m' passes in d' dimensions,
+    `values`: λ [..., k].  With R = Σ λ and Q = Σ λ² over those that share the other m' passes in d' dimensions,
 
         S² = (d' - m')/(m' (d' - 1)) (R² - Q),
 
