@@ -121,3 +121,30 @@ def own_functions_with_names_of_torch(m: Maker) -> Case:
         return n.h(torch.tanh(n.b(z.view(len(x), -1, z.shape[-1]).mean(1))))
 
     return m.case(run, numbered(m), parts(m))
+
+
+class Cloud:
+    """An input that is an object of a class that nobody knows."""
+
+    def __init__(self, points: Tensor) -> None:
+        self.points = points
+
+
+@kind
+def objects_overwritten(m: Maker) -> Case:
+    """forward writes into an object or an array that it is given, and must find them as they were when repeated."""
+    how = m.pick("how", "replaced", "in place", "array")
+
+    def run(n: Any, given: Any, x: Tensor) -> Tensor:
+        if how == "array":
+            given *= 2
+            return n.h(torch.tanh(n.b(torch.tanh(n.a(torch.from_numpy(given).to(x))))))
+        if how == "in place":
+            given.points.mul_(2)
+            return n.h(torch.tanh(n.b(torch.tanh(n.a(given.points.to(x))))))
+        given.points = torch.tanh(n.a(given.points.to(x)))
+        return n.h(torch.tanh(n.b(given.points)))
+
+    rows = m.inputs(m.d)
+    inputs: list[Any] = [(x.numpy() if how == "array" else Cloud(x.clone()), x.clone()) for x in rows]
+    return m.case(run, inputs, parts(m))
