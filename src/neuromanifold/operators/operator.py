@@ -24,6 +24,7 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.unchanged import model_states
 from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
 from neuromanifold.results.trace import Reduction, check_reduction
 
@@ -98,6 +99,7 @@ class FisherOperator(Metric):
         exact = any(parameter.dtype == torch.float64 for parameter in problem.parameters.values())
         self.precision = torch.float64 if exact else torch.float32
         self._count: list[int] = []  # shared by views
+        self._carries_state = False  # whether a forward pass changes buffers or attributes of the model
         self._jacobian: JacobianProducts[Outputs] = JacobianProducts(
             problem.model, problem.parameters, lambda outputs: outputs.logits
         )
@@ -156,7 +158,14 @@ class FisherOperator(Metric):
             vectors[:, place].view(len(vectors), *self.layout.shapes[name])
             for name, place in self.layout.slices.items()
         ]
-        for which, product, size in self._jacobian(lambda: self._evaluate(batch), parts, middle):
+        restore = model_states(self.problem.model) if self._carries_state else None
+
+        def evaluate() -> Outputs:
+            if restore is not None:  # the columns of a block take several forward passes, which begin alike
+                restore()
+            return self._evaluate(batch)
+
+        for which, product, size in self._jacobian(evaluate, parts, middle):
             for place, g in zip(self.layout.slices.values(), product, strict=True):
                 if g is not None:
                     sums[which, place] += g.reshape(len(g), place.stop - place.start).to(sums)
@@ -167,7 +176,9 @@ class FisherOperator(Metric):
         """Choose the method for J v on the first batch that is not empty."""
         with self.problem.session():
             for batch in self._batches.batches():
+                restore = model_states(self.problem.model)
                 outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
+                self._carries_state |= restore()
                 self.problem.distributions(outputs)
                 self.problem.inspect(batch, outputs)
                 if len(outputs.logits):

@@ -49,9 +49,12 @@ _POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnA
 
 
 def operation(node: Node) -> str:
-    """Return the name of a node's operation, without "Backward0" and the like."""
+    """Return the name of a node's operation, without "Backward0" and the like.
+
+    Functions of a user's own, which have no number at the end, keep theirs: one that is called Add may do anything.
+    """
     name: str = node.name()
-    return name.partition("Backward")[0]
+    return name.partition("Backward")[0] if name[-1:].isdigit() else name
 
 
 def shape_of(node: Node, output: int = 0) -> torch.Size:

@@ -34,17 +34,10 @@ _STRUCTURAL = (
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
     *_CASTS,
 )
-_ARGUMENTS = {  # of operations, those that decide where rows go
-    **dict.fromkeys(("Permute", "Flip"), ("_saved_dims",)),
-    **dict.fromkeys(("Transpose",), ("_saved_dim0", "_saved_dim1")),
-    **dict.fromkeys(("Cat", "Stack", "Select", "Unbind", "Unsqueeze", "Gather", "IndexSelect"), ("_saved_dim",)),
-    **dict.fromkeys(("Sum", "Mean", "Amax", "Softmax", "LogSoftmax"), ("_saved_dim",)),
-    "SplitWithSizes": ("_saved_dim", "_saved_split_sizes"),
-    "Split": ("_saved_dim",),
-    "Slice": ("_saved_dim", "_saved_start", "_saved_step"),
-    "Roll": ("_saved_dims", "_saved_shifts"),
-    "NativeBatchNorm": ("_saved_training",),
-}
+_ARGUMENTS = (  # of any operation that has them: they decide where rows go
+    *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
+    *("_saved_shifts", "_saved_training"),
+)
 
 
 @dataclass(frozen=True)
@@ -207,20 +200,18 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     parts = []
     for node in used_by:
         name: str = node.name()
-        metadata, below = (
-            node._input_metadata,
-            [numbers[other] for other, _ in node.next_functions if other is not None],
-        )
-        arguments = [getattr(node, argument, None) for argument in _arguments_of(name)]
+        metadata, below = node._input_metadata, [(numbers.get(other), output) for other, output in node.next_functions]
+        arguments = [getattr(node, argument) for argument in _arguments_of(type(node))]  # type: ignore[arg-type]
         if name == "IndexBackward0":
-            arguments.append(takes_own_rows(node))
+            arguments += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
         parts.append((name, tuple(metadata[0].shape) if metadata else (), *arguments, *below))
     return _canonical(samples, tuple(parts))
 
 
 @functools.cache
-def _arguments_of(name: str) -> tuple[str, ...]:
-    return _ARGUMENTS.get(name.partition("Backward")[0], ())
+def _arguments_of(kind: type) -> tuple[str, ...]:
+    """Return the names of an operation's arguments that are part of a signature."""
+    return tuple(name for name in _ARGUMENTS if hasattr(kind, name))
 
 
 @functools.lru_cache(maxsize=256)

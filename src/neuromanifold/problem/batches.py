@@ -8,11 +8,14 @@ tensor                 model(tensor)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -43,9 +46,11 @@ class Batch(NamedTuple):
         return Batch(args, kwargs, None if self.labels is None else move(self.labels), self.number)
 
     def copied(self) -> Batch:
-        """Copy all tensors: some models work in place on their inputs."""
-        args = tuple(_copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value) for value in self.args)
-        return self._replace(args=args, kwargs=map_tensors(_copy, self.kwargs) if self.kwargs else {})
+        """Copy all tensors, arrays and objects that hold some: models may work in place on them, and are run twice."""
+        args = tuple(
+            _copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value, _is_object) for value in self.args
+        )
+        return self._replace(args=args, kwargs=map_tensors(_copy, self.kwargs, _is_object) if self.kwargs else {})
 
     def cut(self, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> Batch:
         """Some of its samples; tensors in which samples cannot be found stay as they are."""
@@ -106,9 +111,24 @@ def _labels_dim(labels: Tensor, samples: int, batch_dim: int) -> int | None:
     return batch_dim if labels.ndim > batch_dim and labels.shape[batch_dim] == samples else 0
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    own = tensor.detach().clone()
-    return own.requires_grad_() if tensor.requires_grad else own
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        try:
+            return deepcopy(value)
+        except Exception:  # open files, locks, tensors with a graph
+            return value
+    own = value.detach().clone()
+    return own.requires_grad_() if value.requires_grad else own
+
+
+def _is_object(value: object) -> bool:
+    """Whether this is an array, a graph, a cache, ...: neither a container that is gone into, nor part of a model."""
+    if isinstance(value, np.ndarray):
+        return True
+    other = (Tensor, nn.Module, Mapping, tuple, list, type, partial, FunctionType, MethodType)
+    if isinstance(value, other) or is_dataclass(value) or not hasattr(value, "__dict__"):
+        return False
+    return not any(isinstance(entry, nn.Module) for entry in vars(value).values())
 
 
 def _moves_itself(value: object) -> bool:
