@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message
-from neuromanifold.estimators import Estimator, Exact, Lower, Upper
-from neuromanifold.estimators.envelopes import Envelope
+from neuromanifold.estimators import Estimator, Lower, Upper
+from neuromanifold.estimators.envelopes import Envelope, check_envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
@@ -46,29 +46,18 @@ def fisher_operator(
 ) -> FisherOperator:
     """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact, matrix-free, one pass over the data for each product.
 
-    Arguments as in `fisher_diagonal`, and:
-
-    Args:
-        model: it is evaluated anew with each product, so train it between products and F is that of the new parameters.
-        data: an iterable of batches that can be gone through again and again, and gives the same batches each time.
-        envelope: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.
-        likelihood: what the outputs mean.
-        parameters: which.
-        reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
-        progress: show a progress bar on standard error for each pass over the data.
-        class_dim: which dimension of the logits holds the classes.
-        batch_dim: which dimension of inputs and of logits holds the samples.
-        ignore_index: positions with this label do not count, nor samples without any other.
-        label_key: where a batch that is a dict has its labels.
-
+    Arguments as in `fisher_diagonal`, but `data` is gone through again and again, and must give the same batches each
+    time.  `envelope`: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.  The model is evaluated
+    anew with each product, so train it between products and F is that of the new parameters.
     """
-    estimator, view = Exact(envelope), check_reduction(reduction)
+    middle, view = envelope_product(envelope), check_reduction(reduction)
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
-    return FisherOperator(problem, envelope_product(envelope), estimator, view, progress=progress)
+    return FisherOperator(problem, middle, reduction=view, progress=progress)
 
 
 def envelope_product(envelope: Envelope | None) -> Middle:
     """Return the product of M, or of an envelope, with a vector of the outputs."""
+    check_envelope(envelope)
     if isinstance(envelope, Upper):
         return lambda core, _, v: core.upper_envelope() * v
     if isinstance(envelope, Lower):
@@ -98,9 +87,7 @@ class FisherOperator(Metric):
         exact = any(parameter.dtype == torch.float64 for parameter in problem.parameters.values())
         self.precision = torch.float64 if exact else torch.float32
         self._count: list[int] = []  # shared by views
-        self._jacobian: JacobianProducts[Outputs] = JacobianProducts(
-            problem.model, problem.parameters, lambda outputs: outputs.logits
-        )
+        self._jacobian = JacobianProducts(problem.model, problem.parameters)
         self._choose_method()
 
     @property
