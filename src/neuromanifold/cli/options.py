@@ -16,6 +16,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import message
 from neuromanifold.diagnostics.forecast import largest_batch
 from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_data_source, load_data, load_model
+from neuromanifold.hf.columns import USUAL
 from neuromanifold.hf.functions import is_function_name
 from neuromanifold.hf.models import DTYPES
 from neuromanifold.problem.parameters import select_parameters
@@ -94,7 +95,8 @@ class Setup:
     ] = None
     revision: Annotated[str | None, _model("Branch, tag or commit on the hub.", metavar="REV")] = None
     dtype: Annotated[
-        str | None, _model(f"Precision of the model: {', '.join(DTYPES)}. Default: float32, or that of the function's.")
+        str | None,
+        _model(f"Precision of the model: {', '.join(DTYPES)}. Default: float32; a function's module as it is."),
     ] = None
     device: Device = "auto"
     parameters: Patterns = None
@@ -110,8 +112,7 @@ class Setup:
     columns: Annotated[
         str | None,
         _data(
-            "Columns by role, such as text=body,label=stars. Roles: text, text_pair, words, image, audio, label. "
-            "Common names are recognized.",
+            f"Columns by role, such as text=body,label=stars. Roles: {', '.join(USUAL)}. Common names are recognized.",
             metavar="ROLE=COLUMN,...",
         ),
     ] = None

@@ -98,7 +98,7 @@ class JacobianProducts:
         self._checked_block = False  # against a single vector
         self._discrepancy = 0.0  # of the method on the first batch
         self._half = self._half_logits = False  # whether float16 is involved
-        self._backward = BatchBackward(self.parameters)
+        self._scaled_backward: BatchBackward | None = None  # where it is
 
     def choose(self, evaluate: Evaluate, seed: int = 0) -> None:
         """Find the first method that works on a batch (which must not be empty)."""
@@ -174,7 +174,7 @@ class JacobianProducts:
         """Update whether float16 is involved: autocast may have changed, and logits are known after a batch."""
         half = self._half_logits or involves_half(self.model.parameters(), self.parameters[0].device)
         if half != self._half:
-            self._half, self._backward = half, BatchBackward(self.parameters, half)
+            self._half, self._scaled_backward = half, None
 
     def _check(self, evaluate: Evaluate, method: str, generator: torch.Generator) -> float:
         """Return |⟨Jv, u⟩ - ⟨v, Jᵀu⟩|/‖Jv‖ for random u and v."""
@@ -242,9 +242,11 @@ class JacobianProducts:
         u = to_cotangent(outputs, tangent)
         self._half_logits = logits.dtype == torch.float16
         if not (self._half or self._half_logits):
-            return JacobianProduct(self._backward(logits, u, keep_graph=False)[0], tangent, u)
+            found = torch.autograd.grad(logits, self.parameters, u.to(logits.dtype), allow_unused=True)
+            return JacobianProduct([None if g is None else g.to_dense() for g in found], tangent, u)
+        self._scaled_backward = self._scaled_backward or BatchBackward(self.parameters, self._half)
         size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
-        gradients, larger = self._backward(logits, u * size, keep_graph=False)
+        gradients, larger = self._scaled_backward(logits, u * size, keep_graph=False)
         return JacobianProduct([None if g is None else g.float() / larger / size for g in gradients], tangent, u)
 
     def _forward_mode(self, evaluate: Evaluate, tangents: Sequence[Tensor]) -> tuple[Outputs, Tensor, Tensor]:

@@ -45,7 +45,7 @@ class ParameterLayout:
             found[name] = slice(start, start := start + shape.numel())
         return found
 
-    @property
+    @cached_property
     def size(self) -> int:
         """P, the length of the vector."""
         return sum(shape.numel() for shape in self.shapes.values())
@@ -60,8 +60,13 @@ class ParameterLayout:
         return {name: flat[self.slices[name]].view((*shape, *rest)) for name, shape in self.shapes.items()}
 
     def layers(self) -> dict[str, list[str]]:
-        """The parameters of each module, by the module's name; they lie side by side."""
+        """The parameters of each module, by the module's name."""
         return layers(self.shapes)
+
+    def layer_indices(self, device: torch.device) -> dict[str, Tensor]:
+        """The indices in the vector of each layer's parameters; in a dict of one's own they may lie apart."""
+        ranges = {name: torch.arange(place.start, place.stop, device=device) for name, place in self.slices.items()}
+        return {layer: torch.cat([ranges[name] for name in names]) for layer, names in self.layers().items()}
 
     def read(
         self, v: Vector, argument: str, dtype: torch.dtype, device: torch.device

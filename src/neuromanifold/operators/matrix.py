@@ -69,14 +69,15 @@ def fisher_matrix(
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())
     dtype = (torch.float64 if exact else torch.float32) if dtype is None else dtype
     one_of(dtype, "dtype", torch.float32, torch.float64)
-    places = _block_places(layout, blocks)
-    _check_size(places, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
-    sizes = {name: place.stop - place.start for name, place in places.items()}
+    indices = layout.layer_indices(problem.device) if blocks else {}
+    sizes = {name: len(index) for name, index in indices.items()} if blocks else {"": layout.size}
+    _check_size(sizes, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
     sums = {name: torch.zeros(n, n, dtype=dtype, device=problem.device) for name, n in sizes.items()}
 
     def take(rows: Tensor) -> None:
-        for name, place in places.items():
-            sums[name].addmm_(rows[:, place].mT, rows[:, place])
+        for name, total in sums.items():
+            part = rows[:, indices[name]] if blocks else rows
+            total.addmm_(part.mT, part)
 
     def reserve(count: int) -> None:
         if (needed := count * layout.size * dtype.itemsize) > max_bytes:
@@ -88,27 +89,19 @@ def fisher_matrix(
     return FisherMatrix(sums, layout, counts.samples, make_provenance(problem, settings, counts), view)
 
 
-def _block_places(layout: ParameterLayout, blocks: str | None) -> dict[str, slice]:
-    """Return the range of indices of each block in the vector of all parameters."""
-    if blocks is None:
-        return {"": slice(0, layout.size)}
-    slices = {name: [layout.slices[one] for one in names] for name, names in layout.layers().items()}
-    return {name: slice(one[0].start, one[-1].stop) for name, one in slices.items()}
-
-
-def _check_size(places: dict[str, slice], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
-    """Raise if the matrix would take more bytes than `limit`, and say how many."""
-    sizes = {name: (place.stop - place.start) ** 2 * dtype.itemsize for name, place in places.items()}
-    if sum(sizes.values()) <= limit:
+def _check_size(sizes: dict[str, int], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
+    """Raise if blocks for so many parameters would take more bytes than `limit`, and say how many."""
+    needed = dtype.itemsize * sum(size**2 for size in sizes.values())
+    if needed <= limit:
         return
     largest = max(sizes, key=lambda name: sizes[name])
-    count = places[largest].stop - places[largest].start
+    count = sizes[largest]
     whose = (
         f", most of it for the {count:,} parameters of {largest!r}" if blocks else f" ({count:,} parameters squared)"
     )
     advice = "Choose fewer `parameters`" + ("" if blocks else ", or blocks='layer'")
     advice += "; nm.fisher_operator and nm.fisher_factors need no matrix."
-    raise ValueError(message("max_bytes", "enough for F", f"{sum(sizes.values()) / GIB:.3g} GiB{whose}", advice))
+    raise ValueError(message("max_bytes", "enough for F", f"{needed / GIB:.3g} GiB{whose}", advice))
 
 
 class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
@@ -125,7 +118,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         provenance: Provenance,
         reduction: Reduction = "mean",
     ) -> None:
-        """`blocks`: sums over samples; their parameters lie side by side in the layout, in the same order."""
+        """`blocks`: sums over samples, of all parameters (under "") or of those of each layer."""
         self.blocks = blocks
         super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction)
 
@@ -140,9 +133,11 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
 
     def dense(self) -> Tensor:
         """Return all of F as one matrix [P, P], with zeros between blocks."""
+        if self._is_whole:
+            return self[""]
         whole = torch.zeros(self.shape, dtype=self.precision, device=self.device)
-        for name, place in self._places.items():
-            whole[place, place] = self[name]
+        for name, index in self._indices.items():
+            whole[index[:, None], index] = self[name]
         return whole
 
     def layer(self, name: str) -> FisherMatrix:
@@ -154,9 +149,8 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         if name in self.blocks:
             block = self.blocks[name]
         else:
-            slices = [self.layout.slices[parameter] for parameter in kept]
-            place = slice(slices[0].start, slices[-1].stop)
-            block = self.blocks[""][place, place]
+            index = self.layout.layer_indices(self.device)[name]
+            block = self.blocks[""][index[:, None], index]
         return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
 
     # ------------------------------------------------------------------------------------------------ spectrum
@@ -174,7 +168,10 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the diagonal entries F_ii by parameter name."""
-        return self.layout.split(torch.cat([block.diagonal() for block in self.blocks.values()]) / self._divisor)
+        flat = torch.empty(self.layout.size, dtype=self.precision, device=self.device)
+        for name, index in self._indices.items():
+            flat[index] = self.blocks[name].diagonal()
+        return self.layout.split(flat / self._divisor)
 
     @property
     @override
@@ -192,9 +189,11 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         values = torch.cat([values for values, _ in self._spectra.values()])
         chosen = values.topk(k).indices
         vectors = torch.zeros(self.layout.size, k, dtype=self.precision, device=self.device)
-        for name, place in self._places.items():
-            inside = ((chosen >= place.start) & (chosen < place.stop)).nonzero().flatten()
-            vectors[place, inside] = self._spectra[name][1][:, chosen[inside] - place.start]
+        start = 0  # of the block's eigenvalues among all of them
+        for name, index in self._indices.items():
+            own = ((chosen >= start) & (chosen < start + len(index))).nonzero().flatten()
+            vectors[index[:, None], own] = self._spectra[name][1][:, chosen[own] - start]
+            start += len(index)
         scaled = values[chosen] / self._divisor
         residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
         return Eigenpairs(scaled, vectors, residuals, self.layout.size)
@@ -212,14 +211,14 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         damping = finite_number(damping, "damping")
         block, back = self._read(rhs, "rhs")
         x = torch.empty_like(block)
-        for name, place in self._places.items():
+        for name, index in self._indices.items():
             values, vectors = self._spectra[name]
             values = values.clamp(min=0) / self._divisor
             warn_below_rounding(damping, float(values.amax()) if len(values) else 0.0, self.precision)
             values = values + damping
             smallest = torch.finfo(values.dtype).eps * len(values) * values.amax() if values.numel() else 0.0
             inverse = torch.where(values > smallest, 1 / values, 0.0) if not damping else 1 / values
-            x[place] = times(vectors, inverse[:, None] * times(vectors.mT, block[place]))
+            x[index] = times(vectors, inverse[:, None] * times(vectors.mT, block[index]))
         residual = torch.linalg.vector_norm(block - self._scaled(x) - damping * x, dim=0)
         sizes = torch.linalg.vector_norm(block, dim=0).clamp(min=torch.finfo(block.dtype).tiny)
         return Solution(back(x), float((residual / sizes).max()) if block.numel() else 0.0)
@@ -256,13 +255,12 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
     def _is_whole(self) -> bool:
         return list(self.blocks) == [""]
 
-    @property
-    def _places(self) -> dict[str, slice]:
-        """The range of indices of each block."""
-        places, start = {}, 0
-        for name, block in self.blocks.items():
-            places[name] = slice(start, start := start + len(block))
-        return places
+    @cached_property
+    def _indices(self) -> dict[str, Tensor]:
+        """The indices of each block's parameters in the vector of all of them."""
+        if self._is_whole:
+            return {"": torch.arange(self.layout.size, device=self.device)}
+        return self.layout.layer_indices(self.device)
 
     @cached_property
     def _spectra(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -273,7 +271,10 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         return [float(torch.linalg.matrix_norm(block)) for block in self.blocks.values()]
 
     def _product(self, block: Tensor) -> Tensor:
-        return torch.cat([times(self.blocks[name], block[place]) for name, place in self._places.items()])
+        product = torch.empty_like(block)
+        for name, index in self._indices.items():
+            product[index] = times(self.blocks[name], block[index])
+        return product
 
 
 @reads("matrix")

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from neuromanifold.cli.console import print_facts, print_table
-from neuromanifold.cli.files import check_creatable
+from neuromanifold.cli.parsing import check_creatable
 from neuromanifold.core import Categorical
 from neuromanifold.experiments.core_space import core_path, plot_core_path, tightness
 from neuromanifold.report.plots import needs_matplotlib, save_figure
