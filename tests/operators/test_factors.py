@@ -185,6 +185,21 @@ def test_gradients_that_float16_has_no_numbers_for_are_refused(scale: float) -> 
     )
 
 
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_nor_are_they_lost_by_what_is_done_with_them(scale: float) -> None:
+    """Where float16 and float32 are added, where factors are scaled, and where they are converted."""
+    model, x = nn.Linear(4, 3, bias=False), X.float()
+    nn.init.zeros_(model.weight)
+    small, far = nm.fisher_factors(model, [x], dtype=torch.float16), nm.fisher_factors(model, [scale * x], seed=1)
+    for lose in (lambda: small * scale**2, lambda: far.to(torch.float16)):
+        with pytest.raises(ValueError, match=r"`dtype` must be one with room.*float16 loses"):
+            lose()
+    for total in (small + far, far + small):
+        assert total.rows.dtype == torch.float32
+        assert total.sum.trace.value == pytest.approx(small.sum.trace.value + far.sum.trace.value)
+    assert (4 * small).sum.trace.value == pytest.approx(4 * small.sum.trace.value)
+
+
 def test_half_precision_models() -> None:
     model = network().to(torch.float16)
     found = nm.fisher_factors(model, [X.half()], nm.Exact(), "sample", reduction="sum")

@@ -97,10 +97,10 @@ def check(
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     requested = _requested(estimators)
     problem, note = first_batches(problem, batches)
-    found = examine(problem, seed)
-    affordable = _affordable(problem, found)
+    examination = examine(problem, seed)
+    affordable = _affordable(problem, examination)
     reference = Runs("Exact()" if affordable.is_exact else "reference", affordable.reference, keep=True)
-    compared = _applicable(affordable.sizes, found.one_by_one) if requested is None else requested
+    compared = _applicable(affordable.sizes, examination.one_by_one) if requested is None else requested
     if progress:
         _forecast(affordable)
     strict = requested is not None
@@ -108,7 +108,7 @@ def check(
     exact, rows = reference.first, tuple(one.row(seconds) for one in (reference, *compared) if one.measured)
     assert exact is not None
     zero = tuple(name for name, value in exact.sums.items() if not bool(value.any()))
-    notes = [note, *found.notes, affordable.note, *refused, *_notes_on_zeros(zero, found)]
+    notes = [note, *examination.notes, affordable.note, *refused, *_notes_on_zeros(zero, examination)]
     notes.append(_note_on_time(seconds / len(affordable.sizes)))
     return Check(
         rows=rows,
@@ -116,12 +116,12 @@ def check(
         is_exact=affordable.is_exact,
         verdict=verdict(rows, 0.0 if affordable.is_exact else exact.relative_error),
         notes=tuple(filter(None, notes)),
-        repeats=found.repeats,
-        apart=found.apart,
+        repeats=examination.repeats,
+        apart=examination.apart,
         zero=zero,
-        granularity=found.granularity,
-        reasons=found.reasons,
-        verified=found.verified,
+        granularity=examination.granularity,
+        reasons=examination.reasons,
+        verified=examination.verified,
         backward_seconds=seconds,
     )
 
@@ -146,10 +146,10 @@ def _requested(estimators: Iterable[Estimator] | Mapping[str, Estimator] | None)
 # ---------------------------------------------------------------------------------------------- what is affordable
 
 
-def _affordable(problem: Problem, found: Examination) -> Affordable:
+def _affordable(problem: Problem, examination: Examination) -> Affordable:
     """Batches for which the exact diagonal takes at most `PASSES` passes; else all of them, and an estimate."""
-    items, sizes = list(problem.data), found.sizes
-    cost = [size.passes(found.one_by_one) for size in sizes]
+    items, sizes = list(problem.data), examination.sizes
+    cost = [size.passes(examination.one_by_one) for size in sizes]
     if sum(cost) <= PASSES:
         return Affordable(problem, sizes, Exact(), sum(cost))
     would = f"The exact diagonal would take {sum(cost):,} backward passes, and at most {PASSES} are made: "
@@ -158,7 +158,7 @@ def _affordable(problem: Problem, found: Examination) -> Affordable:
         note = would + f"only {fit} of {len(items)} batches are used."
         return Affordable(replace(problem, data=items[:fit]), sizes[:fit], Exact(), sum(cost[:fit]), note)
     few = PASSES // max(1, sizes[0].passes(False)) - 1
-    part = _some_samples(problem, sizes[0].samples, few) if found.one_by_one else None
+    part = _some_samples(problem, sizes[0].samples, few) if examination.one_by_one else None
     if part is not None:
         size = replace(sizes[0], samples=few)
         note = would + f"only {few} samples of the first batch are used."
@@ -181,9 +181,9 @@ def _applicable(sizes: Sequence[Sizes], one_by_one: bool) -> list[Runs]:
     """All estimators that do not take too long, those for labels if there are labels."""
     labels = all(size.labels for size in sizes)
     exact_fits = sum(size.passes(one_by_one) for size in sizes) <= PASSES
-    found = [Runs(short_name(one), one) for one in _PER_SAMPLE]
-    found += [Runs("Hutchinson() per batch", Hutchinson(), "batch"), *(Runs(short_name(one), one) for one in _OTHERS)]
-    fitting = [one for one in found if labels or not one.estimator.needs_labels]
+    candidates = [Runs(short_name(one), one) for one in (*_PER_SAMPLE, *_OTHERS)]
+    candidates.insert(len(_PER_SAMPLE), Runs("Hutchinson() per batch", Hutchinson(), "batch"))
+    fitting = [one for one in candidates if labels or not one.estimator.needs_labels]
     return [one for one in fitting if exact_fits or not isinstance(one.estimator, Exact)]
 
 
@@ -252,9 +252,9 @@ def _note_on_time(seconds: float) -> str:
     return text + "with the model."
 
 
-def _notes_on_zeros(zero: Sequence[str], found: Examination) -> list[str]:
+def _notes_on_zeros(zero: Sequence[str], examination: Examination) -> list[str]:
     """What zeros mean: parameters that nothing depends on, or gradients that vanish."""
-    unused, vanishing = [[name for name in zero if (name in found.depends) == used] for used in (False, True)]
+    unused, vanishing = [[name for name in zero if (name in examination.depends) == used] for used in (False, True)]
     notes = [f"The outputs do not depend on {listed(unused)}: F is zero there."] if unused else []
     if vanishing:
         text = f"F of {listed(vanishing)} is zero in every entry, though the outputs depend on it: all gradients of "

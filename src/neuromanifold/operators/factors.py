@@ -98,10 +98,7 @@ class _KeptRows:
     def take(self, rows: Tensor) -> None:
         """Keep rows [n, P], in the wanted dtype."""
         self._count += len(rows)
-        kept = rows.to(self._rows[0])
-        if kept.dtype == torch.float16:
-            _check_range(rows, kept)
-        self._rows.append(kept)
+        self._rows.append(_in_range(rows.to(self._rows[0]), rows))
 
     def whole(self) -> Tensor:
         """Return all rows as one tensor [r, P]."""
@@ -122,12 +119,20 @@ class _KeptRows:
         raise ValueError(message("max_bytes", "enough for all rows", got, advice))
 
 
-def _check_range(rows: Tensor, kept: Tensor) -> None:
-    """Raise if gradients leave the range of float16, which is about 1e-7 to 65,504."""
-    before, after = (float(torch.linalg.vector_norm(values, dtype=torch.float32)) for values in (rows, kept))
-    if not 0.99 * before <= after <= 1.01 * before:
-        got = f"gradients of length {before:.3g} that are of length {after:.3g} in float16"
+def _in_range(converted: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
+    """Return converted rows; raise if float16, of 6e-8 to 65,504, has lost a hundredth of `factor` times `rows`."""
+    if converted.dtype != torch.float16 or (rows.dtype == torch.float16 and factor == 1.0):
+        return converted
+    size = lost = 0.0
+    step = max(1, _PIECE // max(1, rows.shape[1]))
+    for new, old in zip(torch.split(converted, step), torch.split(rows, step), strict=True):
+        exact = factor * old.float()
+        size = math.hypot(size, float(torch.linalg.vector_norm(exact)))
+        lost = math.hypot(lost, float(torch.linalg.vector_norm(exact - new)))
+    if not lost <= 0.01 * size:
+        got = f"gradients of length {size:.3g}, of which float16 loses {lost:.3g}"
         raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))
+    return converted
 
 
 class FisherFactors(StoredMetric):
@@ -257,11 +262,12 @@ class FisherFactors(StoredMetric):
         if self.layout != other.layout:
             raise ValueError(message("other", "factors of the same parameters", "others"))
         provenance = self.provenance.plus(other.provenance)
-        rows = torch.cat([self.rows, other.rows.to(self.rows)])
+        rows = torch.cat([self.rows, other.rows.to(self.device)])  # in the wider of both dtypes
         return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)
 
     def _times(self, factor: float) -> FisherFactors:
-        rows, provenance = self.rows * math.sqrt(factor), self.provenance.times(factor)
+        root, provenance = math.sqrt(factor), self.provenance.times(factor)
+        rows = _in_range(self.rows * root, self.rows, root)
         return FisherFactors(rows, self.layout, self.count, provenance, self.reduction)
 
     def __repr__(self) -> str:
@@ -271,7 +277,8 @@ class FisherFactors(StoredMetric):
 
     def to(self, target: torch.device | torch.dtype | str) -> FisherFactors:
         """The factors on another device, or in another floating-point type."""
-        return FisherFactors(self.rows.to(target), self.layout, self.count, self.provenance, self.reduction)
+        rows = _in_range(self.rows.to(target), self.rows)
+        return FisherFactors(rows, self.layout, self.count, self.provenance, self.reduction)
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""

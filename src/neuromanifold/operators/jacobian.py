@@ -105,28 +105,28 @@ class JacobianProducts:
         self._update_half()
         generator = torch.Generator(self.parameters[0].device).manual_seed(seed)
         _load_forward_mode()
-        tolerance, found = Tolerance.of(self.parameters), dict[str, float]()
+        tolerance, errors = Tolerance.of(self.parameters), dict[str, float]()
         first: Exception | None = None
         for method in METHODS:
             try:
                 checks = [self._check(evaluate, method, generator) for _ in range(tolerance.checks)]
-                found[method] = math.hypot(*checks) / math.sqrt(len(checks))
+                errors[method] = math.hypot(*checks) / math.sqrt(len(checks))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of any kind: operations without derivatives raise what they like
                 first = first or error
                 continue
-            if found[method] <= tolerance.rounding:
+            if errors[method] <= tolerance.rounding:
                 break
-        best = min(found.values(), default=math.inf)
+        best = min(errors.values(), default=math.inf)
         if best <= tolerance.largest:
-            self.method = next(method for method in found if found[method] <= max(10 * best, tolerance.rounding))
-            self._discrepancy = found[self.method]
+            self.method = next(method for method in errors if errors[method] <= max(10 * best, tolerance.rounding))
+            self._discrepancy = errors[self.method]
             return
         advice = (
             "Leave out with `parameters` what its operations cannot be differentiated in, or take nm.fisher_factors."
         )
-        got = "one with derivatives that are " + ("NaN" if any(map(math.isnan, found.values())) else "inconsistent")
+        got = "one with derivatives that are " + ("NaN" if any(map(math.isnan, errors.values())) else "inconsistent")
         got = f"one that fails ({type(first).__name__}: {first})" if first else got
         raise ValueError(message("model", "differentiable in forward mode, or twice", got, advice)) from first
 
@@ -161,11 +161,11 @@ class JacobianProducts:
 
         Where v is nearly in the kernel of J both are rounding, of the size of ‖v‖‖Jᵀu‖.
         """
-        found, tolerance = (vectors * products).sum(1), Tolerance.of(self.parameters)
+        inner, tolerance = (vectors * products).sum(1), Tolerance.of(self.parameters)
         rounding = torch.linalg.vector_norm(vectors, dim=1) * torch.linalg.vector_norm(products, dim=1)
         relative = min(tolerance.largest, 1e3 * max(self._discrepancy, tolerance.eps, 1e-9))
         allowed = (relative * (sizes[:, 1] + rounding / 2)).clamp(min=1e-30)  # below, products underflow
-        if bool(((sizes[:, 0] - found).abs() > allowed).any()):
+        if bool(((sizes[:, 0] - inner).abs() > allowed).any()):
             got = f"others in some batch by {self.method}, which the first batch was right by"
             advice = "Put a batch that shows it first (one with padding, say): the method is chosen by it."
             raise ValueError(message("model", "one with the same derivatives in both modes", got, advice))
@@ -186,8 +186,8 @@ class JacobianProducts:
         v = [normal(parameter) for parameter in self.parameters]
         gradients, tangent, u = self._product(evaluate, method, v, lambda _, tangent: normal(tangent))
         pairs = zip(gradients, v, strict=True)
-        found = sum(float((g.double() * one.double()).sum()) for g, one in pairs if g is not None)
-        difference = float((tangent.double() * u.double()).sum()) - found
+        inner = sum(float((g.double() * one.double()).sum()) for g, one in pairs if g is not None)
+        difference = float((tangent.double() * u.double()).sum()) - inner
         size = float(torch.linalg.vector_norm(tangent.double()))
         return abs(difference) / size if size else float(difference != 0)
 
@@ -242,8 +242,8 @@ class JacobianProducts:
         u = to_cotangent(outputs, tangent)
         self._half_logits = logits.dtype == torch.float16
         if not (self._half or self._half_logits):
-            found = torch.autograd.grad(logits, self.parameters, u.to(logits.dtype), allow_unused=True)
-            return JacobianProduct([None if g is None else g.to_dense() for g in found], tangent, u)
+            rows = torch.autograd.grad(logits, self.parameters, u.to(logits.dtype), allow_unused=True)
+            return JacobianProduct([None if g is None else g.to_dense() for g in rows], tangent, u)
         self._scaled_backward = self._scaled_backward or BatchBackward(self.parameters, self._half)
         size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
         gradients, larger = self._scaled_backward(logits, u * size, keep_graph=False)
