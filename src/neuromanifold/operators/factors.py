@@ -128,7 +128,7 @@ def _in_range(converted: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
     for new, old in zip(torch.split(converted, step), torch.split(rows, step), strict=True):
         exact = factor * old.float()
         size = math.hypot(size, float(torch.linalg.vector_norm(exact)))
-        lost = math.hypot(lost, float(torch.linalg.vector_norm(exact - new)))
+        lost = math.hypot(lost, float(torch.linalg.vector_norm(exact - new.to(exact.device))))
     if not lost <= 0.01 * size:
         got = f"gradients of length {size:.3g}, of which float16 loses {lost:.3g}"
         raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))

@@ -8,7 +8,7 @@ for batch in data:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -116,21 +116,23 @@ class FisherOperator(Metric):
         sizes = total.new_zeros(len(total), 2)
         samples: int | Tensor = 0
         rows, validation = block.mT.contiguous(), self.problem.validation()
+        places = self.layout.slices.items()
+        vectors = [rows[:, place].view(len(rows), *self.layout.shapes[name]) for name, place in places]
         with self.problem.session():
             for batch in self._batches.batches(progress=self._progress):
-                samples = samples + self._add(batch, rows, total, sizes, validation)
+                samples = samples + self._add(batch, vectors, total, sizes, validation)
         validation.flush()
         self._jacobian.compare(rows, total, sizes)
         self._set_count(int(samples))
         return total.mT
 
     def _add(
-        self, batch: Batch, vectors: Tensor, sums: Tensor, sizes: Tensor, validation: LateValidation
+        self, batch: Batch, vectors: Sequence[Tensor], sums: Tensor, sizes: Tensor, validation: LateValidation
     ) -> int | Tensor:
-        """Add the products of one batch with vectors [m, P], and their sizes; return how many samples it has."""
+        """Add one batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its samples."""
         seen: tuple[Outputs, Distributions] | None = None  # the columns of a block have the same outputs
 
-        def middle(outputs: Outputs, tangent: Tensor) -> Tensor:
+        def to_cotangent(outputs: Outputs, tangent: Tensor) -> Tensor:
             nonlocal seen
             if seen is None or seen[0] is not outputs:
                 seen = (outputs, self.problem.distributions(outputs, validation))
@@ -139,11 +141,7 @@ class FisherOperator(Metric):
             with torch.autocast(v.device.type, enabled=False):
                 return outputs.scatter(self.middle(core, labels, v))
 
-        parts = [
-            vectors[:, place].view(len(vectors), *self.layout.shapes[name])
-            for name, place in self.layout.slices.items()
-        ]
-        for which, product, size in self._jacobian(lambda: self._evaluate(batch), parts, middle):
+        for which, product, size in self._jacobian(lambda: self._evaluate(batch), vectors, to_cotangent):
             for place, g in zip(self.layout.slices.values(), product, strict=True):
                 if g is not None:
                     sums[which, place] += g.reshape(len(g), place.stop - place.start).to(sums)
