@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -196,23 +196,14 @@ class Setup:
 
 def with_setup(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the fields of its first argument, a `Setup`, as options of its own."""
-    hints, own = get_type_hints(Setup, include_extras=True), inspect.signature(command, eval_str=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            annotation=hints[field.name],
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        )
-        for field in fields(Setup)
-    ]
-    rest = [parameter.replace(kind=keyword) for parameter in list(own.parameters.values())[1:]]
+    shared = inspect.signature(Setup, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    options = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
 
     @wraps(command)
     def run(**values: Any) -> None:
-        command(Setup(**{field.name: values.pop(field.name) for field in fields(Setup)}), **values)
+        command(Setup(**{name: values.pop(name) for name in shared}), **values)
 
-    run.__signature__ = inspect.Signature([*shared, *rest])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in (*shared, *rest)}
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in options}
     return run

@@ -130,8 +130,8 @@ def _in_range(converted: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
         size = math.hypot(size, float(torch.linalg.vector_norm(exact)))
         lost = math.hypot(lost, float(torch.linalg.vector_norm(exact - new.to(exact.device))))
     if not lost <= 0.01 * size:
-        got = f"gradients of length {size:.3g}, of which float16 loses {lost:.3g}"
-        raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))
+        got = f"torch.float16, which loses {lost:.3g} of gradients of length {size:.3g}"
+        raise ValueError(message("dtype", "one that can hold the gradients", got, "Use torch.bfloat16."))
     return converted
 
 
@@ -162,7 +162,7 @@ class FisherFactors(StoredMetric):
             raise ValueError(message("j", f"of i's shape {list(i.shape)}", f"shape {list(j.shape)}"))
         for index, name in ((i, "i"), (j, "j")):
             if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.layout.size):
-                raise ValueError(message(name, f"between 0 and {self.layout.size - 1}", "others"))
+                raise ValueError(message(name, f"between 0 and {self.layout.size - 1}", "indices outside of that"))
         left, right = (self.rows[:, index.to(self.device).flatten()].to(self.precision) for index in (i, j))
         return ((left * right).sum(0) / self._divisor).view(i.shape)
 
@@ -182,9 +182,8 @@ class FisherFactors(StoredMetric):
         """F over the parameters whose names match one of the patterns, such as "encoder.*"."""
         names = [name for name in self.layout.shapes if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
-            raise ValueError(
-                message("patterns", f"such that one of {list(self.layout.shapes)[:3]} matches", str(patterns))
-            )
+            some = ", ".join(list(self.layout.shapes)[:3])
+            raise ValueError(message("patterns", f"matched by a parameter, such as {some}", str(patterns)))
         rows = torch.cat([self._columns(name) for name in names], 1)
         layout = ParameterLayout({name: self.layout.shapes[name] for name in names})
         return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
@@ -260,7 +259,7 @@ class FisherFactors(StoredMetric):
             return NotImplemented
         self.provenance.check_like(other.provenance)
         if self.layout != other.layout:
-            raise ValueError(message("other", "factors of the same parameters", "others"))
+            raise ValueError(message("other", "factors of the same parameters", "factors of other ones"))
         provenance = self.provenance.plus(other.provenance)
         rows = torch.cat([self.rows, other.rows.to(self.device)])  # in the wider of both dtypes
         return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)

@@ -166,7 +166,7 @@ class JacobianProducts:
         relative = min(tolerance.largest, 1e3 * max(self._discrepancy, tolerance.eps, 1e-9))
         allowed = (relative * (sizes[:, 1] + rounding / 2)).clamp(min=1e-30)  # below, products underflow
         if bool(((sizes[:, 0] - inner).abs() > allowed).any()):
-            got = f"others in some batch by {self.method}, which the first batch was right by"
+            got = f"different ones in some batch by {self.method}, which was right for the first batch"
             advice = "Put a batch that shows it first (one with padding, say): the method is chosen by it."
             raise ValueError(message("model", "one with the same derivatives in both modes", got, advice))
 

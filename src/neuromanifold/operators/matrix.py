@@ -230,7 +230,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             return NotImplemented
         self.provenance.check_like(other.provenance)
         if self.layout != other.layout or list(self) != list(other):
-            raise ValueError(message("other", "a matrix of the same parameters and blocks", "another"))
+            raise ValueError(message("other", "a matrix of the same parameters and blocks", "one of other ones"))
         provenance = self.provenance.plus(other.provenance)
         blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
         return FisherMatrix(blocks, self.layout, self.count + other.count, provenance, self.reduction)
