@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,10 +64,16 @@ class ParameterLayout:
         """The parameters of each module, by the module's name."""
         return layers(self.shapes)
 
-    def layer_indices(self, device: torch.device) -> dict[str, Tensor]:
-        """The indices in the vector of each layer's parameters; in a dict of one's own they may lie apart."""
-        ranges = {name: torch.arange(place.start, place.stop, device=device) for name, place in self.slices.items()}
-        return {layer: torch.cat([ranges[name] for name in names]) for layer, names in self.layers().items()}
+    def layer_indices(self, device: torch.device) -> dict[str, slice | Tensor]:
+        """Where each layer's parameters are in the vector: a slice; indices if they lie apart, as in a user's dict."""
+        found: dict[str, slice | Tensor] = {}
+        for layer, names in self.layers().items():
+            places = [self.slices[name] for name in names]
+            if all(a.stop == b.start for a, b in pairwise(places)):
+                found[layer] = slice(places[0].start, places[-1].stop)
+            else:
+                found[layer] = torch.cat([torch.arange(one.start, one.stop, device=device) for one in places])
+        return found
 
     def read(
         self, v: Vector, argument: str, dtype: torch.dtype, device: torch.device

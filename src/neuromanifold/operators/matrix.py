@@ -69,14 +69,15 @@ def fisher_matrix(
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())
     dtype = (torch.float64 if exact else torch.float32) if dtype is None else dtype
     one_of(dtype, "dtype", torch.float32, torch.float64)
-    indices = layout.layer_indices(problem.device) if blocks else {}
-    sizes = {name: len(index) for name, index in indices.items()} if blocks else {"": layout.size}
+    indices = layout.layer_indices(problem.device) if blocks else {"": slice(None)}
+    layers = layout.layers() if blocks else {"": list(layout.shapes)}
+    sizes = {layer: sum(layout.shapes[name].numel() for name in names) for layer, names in layers.items()}
     _check_size(sizes, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
     sums = {name: torch.zeros(n, n, dtype=dtype, device=problem.device) for name, n in sizes.items()}
 
     def take(rows: Tensor) -> None:
         for name, total in sums.items():
-            part = rows[:, indices[name]] if blocks else rows
+            part = rows[:, indices[name]]
             total.addmm_(part.mT, part)
 
     def reserve(count: int) -> None:
@@ -137,7 +138,9 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             return self[""]
         whole = torch.zeros(self.shape, dtype=self.precision, device=self.device)
         for name, index in self._indices.items():
-            whole[index[:, None], index] = self[name]
+            rows = whole.new_zeros(len(self.blocks[name]), self.layout.size)
+            rows[:, index] = self[name]
+            whole[index] = rows
         return whole
 
     def layer(self, name: str) -> FisherMatrix:
@@ -150,7 +153,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             block = self.blocks[name]
         else:
             index = self.layout.layer_indices(self.device)[name]
-            block = self.blocks[""][index[:, None], index]
+            block = self.blocks[""][index][:, index]
         return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
 
     # ------------------------------------------------------------------------------------------------ spectrum
@@ -191,9 +194,11 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         vectors = torch.zeros(self.layout.size, k, dtype=self.precision, device=self.device)
         start = 0  # of the block's eigenvalues among all of them
         for name, index in self._indices.items():
-            own = ((chosen >= start) & (chosen < start + len(index))).nonzero().flatten()
-            vectors[index[:, None], own] = self._spectra[name][1][:, chosen[own] - start]
-            start += len(index)
+            stop = start + len(self.blocks[name])
+            own = ((chosen >= start) & (chosen < stop)).nonzero().flatten()
+            rows = vectors.new_zeros(stop - start, k)
+            rows[:, own] = self._spectra[name][1][:, chosen[own] - start]
+            vectors[index], start = rows, stop
         scaled = values[chosen] / self._divisor
         residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
         return Eigenpairs(scaled, vectors, residuals, self.layout.size)
@@ -256,11 +261,9 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         return list(self.blocks) == [""]
 
     @cached_property
-    def _indices(self) -> dict[str, Tensor]:
-        """The indices of each block's parameters in the vector of all of them."""
-        if self._is_whole:
-            return {"": torch.arange(self.layout.size, device=self.device)}
-        return self.layout.layer_indices(self.device)
+    def _indices(self) -> dict[str, slice | Tensor]:
+        """Where each block's parameters are in the vector of all of them."""
+        return {"": slice(None)} if self._is_whole else self.layout.layer_indices(self.device)
 
     @cached_property
     def _spectra(self) -> dict[str, tuple[Tensor, Tensor]]:
