@@ -70,12 +70,12 @@ def test_envelopes(name: str, part: Any) -> None:
 EXPECTED_METHODS = {
     "MLP": "forward mode",
     "LSTM": "forward mode",
-    "DistilBERT": "forward mode, plain kernels",
-    "Llama": "forward mode, plain kernels",
+    "DistilBERT": "forward mode, unfused kernels",
+    "Llama": "forward mode, unfused kernels",
     "weight norm": "double backward",  # an operation without forward mode
     "under no_grad": "double backward",  # forward mode does not stop there
     "checkpointed": "double backward",
-    "Wav2Vec2": "double backward, plain kernels",
+    "Wav2Vec2": "double backward, unfused kernels",
 }
 
 
@@ -98,8 +98,8 @@ def test_every_method_gives_the_same(name: str, method: str) -> None:
 def test_one_by_one_is_the_same_as_a_block() -> None:
     metric, v = operator(SOME["CNN with BatchNorm"]), block(79, 11)
     together = metric @ v
-    assert metric._jacobian.several
-    metric._jacobian.several = False
+    assert metric._jacobian.vectorized
+    metric._jacobian.vectorized = False
     torch.testing.assert_close(metric @ v, together, rtol=1e-12, atol=1e-14)
 
 
