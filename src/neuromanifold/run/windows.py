@@ -32,7 +32,7 @@ from neuromanifold.estimators.adaptive import (
 )
 from neuromanifold.problem.batches import Batch, SomeSamples, gather, same_kind
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.suspicions import same_logits, samples_influence_each_other
+from neuromanifold.problem.suspicions import samples_influence_each_other
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.step import Step
 
@@ -159,7 +159,7 @@ class AdaptiveSteps:
         logits = [one for one in expected if one is not None]
         if logits and not self._compared:
             self._compared = True
-            if not same_logits(self._problem, outputs.logits.detach(), torch.cat(logits), outputs.valid):
+            if not _nearly_same(outputs.logits.detach(), torch.cat(logits)):
                 advice = "Use passes=None, which leaves batches as they are, and see nm.check."
                 got = "logits that change with the other samples of a batch"
                 raise ValueError(message("model", "one that treats samples alike in every batch", got, advice))
@@ -189,3 +189,11 @@ class AdaptiveSteps:
             return self._problem.likelihood(values[rows.to(values.device)])
 
         return score(trace, norm, window[0].rank, core_of if logits else None, self._budget(window))
+
+
+def _nearly_same(found: Tensor, expected: Tensor) -> bool:
+    """Whether these are the same samples' logits: rounding may be that of bfloat16, as other samples' logits are not."""
+    if found.shape != expected.shape:
+        return False
+    spread = (expected - expected.mean(0)).double().square().sum()
+    return bool((found - expected).double().square().sum() <= 0.01 * spread + 1e-12 * expected.double().square().sum())
