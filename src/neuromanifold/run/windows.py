@@ -192,8 +192,8 @@ class AdaptiveSteps:
 
 
 def _nearly_same(found: Tensor, expected: Tensor) -> bool:
-    """Whether these are the same samples' logits: rounding may be that of bfloat16, as other samples' logits are not."""
+    """Whether these are the same samples' logits; they may be rounded like bfloat16."""
     if found.shape != expected.shape:
         return False
     spread = (expected - expected.mean(0)).double().square().sum()
-    return bool((found - expected).double().square().sum() <= 0.01 * spread + 1e-12 * expected.double().square().sum())
+    return bool((found - expected).double().square().sum() <= 0.01 * spread + 1e-5 * expected.double().square().sum())
