@@ -267,7 +267,7 @@ def _norm(values: Tensor, beside: Tensor | None = None) -> Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
     if values.dtype == torch.float32 and values.device.type == "cpu":
         quick: Tensor = torch.linalg.vector_norm(values)
-        if _SMALLEST < (quick if beside is None else beside) and quick < _LARGEST:
+        if (quick if beside is None else beside) > _SMALLEST and quick < _LARGEST:
             return quick.double()
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm

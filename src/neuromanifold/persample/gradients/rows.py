@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
 from neuromanifold.persample.gradients.base import Form, root_mean_square
 
@@ -44,8 +43,6 @@ class Rows(Form):
 
     def add_squares(self, to: Accumulators) -> None:
         """Sum each sample's gradients for a row, square the sum, and add it to that row alone."""
-        if dispatch.add_squares_of_rows(self.values, self.ids, to):
-            return
         sums, rows, _ = self._touched(to.squares.dtype)
         squares = sums.mul_(to.factor).square_()
         to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
@@ -58,9 +55,15 @@ class Rows(Form):
         return torch.zeros(self.samples, dtype=dtype, device=self.device).index_add_(0, owners, sums.square().sum(1))
 
     def _touched(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for each pair of a sample and a row it looks up, the sum [pairs, d], the row, and the sample."""
-        samples = torch.arange(self.samples, device=self.device)[:, None]
-        pairs, inverse = torch.unique(samples * self.rows + self.ids, return_inverse=True)
-        sums = torch.zeros(len(pairs), self.values.shape[2], dtype=dtype, device=self.device)
-        sums.index_add_(0, inverse.flatten(), self.values.flatten(0, 1).to(dtype))
-        return sums, pairs % self.rows, pairs // self.rows
+        """Return, for each pair of a sample and a row it looks up, the sum [pairs, d], the row, and the sample.
+
+        As many as there are positions, those at the end zero: counting them would wait for a GPU.
+        """
+        ids, order = self.ids.sort(1)
+        first = torch.ones_like(ids, dtype=torch.bool)  # whether no position before has looked up the same row
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        pair = torch.empty_like(ids).scatter_(1, order, (first.flatten().cumsum(0) - 1).view_as(ids)).flatten()  # [n·t]
+        values = self.values.flatten(0, 1).to(dtype)
+        samples = torch.arange(self.samples, device=self.device)[:, None].expand_as(ids)
+        rows, owners = (torch.zeros_like(pair).index_copy_(0, pair, one.flatten()) for one in (self.ids, samples))
+        return torch.zeros_like(values).index_add_(0, pair, values), rows, owners

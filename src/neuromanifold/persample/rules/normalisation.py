@@ -19,9 +19,6 @@ def layer_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.LayerNorm)
     shape, eps = module.normalized_shape, module.eps
-    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=True) if len(shape) == 1 else None
-    if sums is not None:
-        return _wanted(call, *sums)
     over = tuple(range(1, call.g.ndim - len(shape)))
     return scale_and_shift(call, lambda: functional.layer_norm(_input(call), shape, None, None, eps), over)
 
@@ -32,10 +29,6 @@ def rms_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.RMSNorm)
     shape = list(module.normalized_shape)
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's, in half precision too
-    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=False) if len(shape) == 1 else None
-    if sums is not None:
-        return _wanted(call, *sums)
     over = tuple(range(1, call.g.ndim - len(shape)))
     return scale_and_shift(call, lambda: functional.rms_norm(_input(call), shape, None, module.eps), over)
 
