@@ -16,6 +16,7 @@ followed.  What lies below them is verified with every batch (`verify.py`), sinc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
@@ -41,9 +42,6 @@ _ELEMENTWISE = frozenset(
 )
 _RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
 _REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
-_CUTS = frozenset(
-    "Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split()
-)
 _ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
 _POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnAdaptiveAvgPool ReflectionPad".split())
 
@@ -140,57 +138,106 @@ def _broadcast(shape: torch.Size | None, out: torch.Size, dim: int, major: int) 
 
 
 def _signed(dim: int, dims: int) -> int:
-    return (dim - 2**64 if dim >= 2**63 else dim) % max(1, dims)
+    return _negative(dim) % max(1, dims)
 
 
-Rule = Callable[[Node, list[torch.Size | None], torch.Size, int, int], list[int]]
-_RULES: dict[str, Rule] = {}
+def _negative(number: int) -> int:
+    """Return a number that a node has saved: negative ones come as unsigned ones of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
-def _of(*names: str) -> Callable[[Rule], Rule]:
-    def enter(rule: Rule) -> Rule:
+_Follows = Callable[[Node, list[torch.Size | None], torch.Size, int, int], list[int]]
+_RULES: dict[str, _Follows] = {}
+_READ: dict[str, tuple[str, ...]] = {  # attributes of nodes that decide where rows go; below, those that rules read
+    **dict.fromkeys(("Split", "UnsafeSplit", "Unsqueeze"), ("_saved_dim",)),
+    **dict.fromkeys(("SplitWithSizes", "UnsafeSplitWithSizes"), ("_saved_dim", "_saved_split_sizes")),
+    "Slice": ("_saved_dim", "_saved_start", "_saved_step"),
+    "Flip": ("_saved_dims",),
+    "Roll": ("_saved_dims", "_saved_shifts"),
+}
+
+
+def _of(*names: str, reads: tuple[str, ...] = ()) -> Callable[[_Follows], _Follows]:
+    """Enter a rule for some operations, and the attributes of a node, besides shapes, that it depends on."""
+
+    def enter(rule: _Follows) -> _Follows:
         _RULES.update(dict.fromkeys(names, rule))
+        if reads:
+            _READ.update(dict.fromkeys(names, reads))
         return rule
 
     return enter
 
 
-@_of("Permute", "Transpose", "T")
+def arguments(node: Node, name: str) -> tuple[object, ...]:
+    """Return all but shapes that decides where a node's rows go: two nodes with the same are followed alike."""
+    if name == "IndexBackward0":
+        return (takes_own_rows(node), *(index is None for index in node._saved_indices))
+    if name == "ConstantPadNdBackward0":
+        return tuple(_shifted(node))
+    return tuple([getattr(node, attribute, None) for attribute in _attributes(name)])
+
+
+@functools.cache
+def _attributes(name: str) -> tuple[str, ...]:
+    operation = name.partition("Backward")[0]
+    return _READ.get(operation, ())
+
+
+@_of("Permute", reads=("_saved_dims",))
 def _permuted(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    dims = list(range(len(out)))
-    if operation(node) == "Permute":
-        dims = [_signed(d, len(out)) for d in node._saved_dims]
-    elif operation(node) == "Transpose":
-        a, b = _signed(node._saved_dim0, len(out)), _signed(node._saved_dim1, len(out))
-        dims[a], dims[b] = b, a
-    else:
-        dims.reverse()
-    return [_at(shapes[0], dims[dim], major)]
+    return [_at(shapes[0], _signed(node._saved_dims[dim], len(out)), major)]
 
 
-@_of(*_CUTS)
+@_of("Transpose", reads=("_saved_dim0", "_saved_dim1"))
+def _transposed(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    a, b = _signed(node._saved_dim0, len(out)), _signed(node._saved_dim1, len(out))
+    return [_at(shapes[0], {a: b, b: a}.get(dim, dim), major)]
+
+
+@_of("T")
+def _turned(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+    del node
+    return [_at(shapes[0], len(out) - 1 - dim, major)]
+
+
+@_of("Slice", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "ConstantPadNd")
 def _cut(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     """Taking some entries along another dimension leaves the samples where they are."""
+    (first,) = shapes
+    kept = first is not None and first[dim] == out[dim] and len(first) == len(out)
+    if operation(node) == "ConstantPadNd":
+        kept = kept and len(out) - 1 - dim not in _shifted(node)
+    return [_at(first, dim, major) if kept else UNKNOWN]
+
+
+def _shifted(node: Node) -> list[int]:
+    """Return the dimensions, counted from the last, that padding shifts: as much is added in front as is cut behind."""
+    before, after = ([_negative(amount) for amount in node._saved_pad[k::2]] for k in (0, 1))
+    return [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b]
+
+
+@_of("Gather", "IndexSelect", reads=("_saved_dim",))
+def _gathered(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     first = shapes[0]
     kept = first is not None and first[dim] == out[dim] and len(first) == len(out)
-    if operation(node) in ("Gather", "IndexSelect"):
-        kept = kept and _signed(node._saved_dim, len(out)) != dim
+    kept = kept and _signed(node._saved_dim, len(out)) != dim
     return [_at(first, dim, major) if kept else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
 
 
-@_of("Select", "Unbind")
+@_of("Select", "Unbind", reads=("_saved_dim",))
 def _selected(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     removed = _signed(node._saved_dim, len(out) + 1)
     return [_at(shapes[0], dim if dim < removed else dim + 1, major)]
 
 
-@_of("Stack")
+@_of("Stack", reads=("_saved_dim",))
 def _stacked(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     new = _signed(node._saved_dim, len(out))
     return [UNKNOWN if new == dim else _at(shape, dim if dim < new else dim - 1, major) for shape in shapes]
 
 
-@_of("Cat")
+@_of("Cat", reads=("_saved_dim",))
 def _concatenated(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     """Parts may be joined along the samples only if each has all of them, positions first: [k·n] of k [n]."""
     if _signed(node._saved_dim, len(out)) != dim:
@@ -201,7 +248,7 @@ def _concatenated(node: Node, shapes: list[torch.Size | None], out: torch.Size, 
     return [_at(shape, dim, shape[dim] // whole) for shape in shapes if shape is not None]
 
 
-@_of(*_REDUCES)
+@_of(*_REDUCES, reads=("_saved_dim",))
 def _reduced(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     (shape,) = shapes
     assert shape is not None
@@ -212,13 +259,13 @@ def _reduced(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: 
     return [_at(shape, dim, major)]
 
 
-@_of(*_ALONG)
+@_of(*_ALONG, reads=("_saved_dim",))
 def _along(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     mixes = _signed(node._saved_dim, len(out)) == dim
     return [UNKNOWN if mixes else _at(shapes[0], dim, major)]
 
 
-@_of("NativeLayerNorm", "FusedRmsNorm")
+@_of("NativeLayerNorm", "FusedRmsNorm", reads=("_saved_normalized_shape",))
 def _normalised(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     outside = dim < len(out) - len(node._saved_normalized_shape)
     return [_at(shapes[0], dim, major) if outside else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
@@ -230,7 +277,10 @@ def _triangle(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim:
     return [_at(shapes[0], dim, major) if dim < len(out) - 2 else UNKNOWN]
 
 
-@_of("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeGroupNorm", "Convolution", "MkldnnConvolution")
+@_of(
+    *("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeGroupNorm", "Convolution", "MkldnnConvolution"),
+    reads=("_saved_training",),
+)
 def _leading(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
     """The first input has the samples where the output has them, in front; weights are shared."""
     del out

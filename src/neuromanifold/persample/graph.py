@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.follow import shape_of, takes_own_rows
+from neuromanifold.persample.follow import arguments, shape_of
 from neuromanifold.persample.gradients import Dense, Form, Product
 
 Node = Any
@@ -34,17 +34,6 @@ _STRUCTURAL = (
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
     *_CASTS,
 )
-_ARGUMENTS = {  # of operations, those that decide where rows go
-    **dict.fromkeys(("Permute", "Flip"), ("_saved_dims",)),
-    **dict.fromkeys(("Transpose",), ("_saved_dim0", "_saved_dim1")),
-    **dict.fromkeys(("Cat", "Stack", "Select", "Unbind", "Unsqueeze", "Gather", "IndexSelect"), ("_saved_dim",)),
-    **dict.fromkeys(("Sum", "Mean", "Amax", "Softmax", "LogSoftmax"), ("_saved_dim",)),
-    "SplitWithSizes": ("_saved_dim", "_saved_split_sizes"),
-    "Split": ("_saved_dim",),
-    "Slice": ("_saved_dim", "_saved_start", "_saved_step"),
-    "Roll": ("_saved_dims", "_saved_shifts"),
-    "NativeBatchNorm": ("_saved_training",),
-}
 
 
 @dataclass(frozen=True)
@@ -205,22 +194,12 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     """
     numbers = {node: number for number, node in enumerate(used_by)}
     parts = []
-    for node in used_by:
+    for node, users in used_by.items():
         name: str = node.name()
-        metadata, below = (
-            node._input_metadata,
-            [numbers[other] for other, _ in node.next_functions if other is not None],
-        )
-        arguments = [getattr(node, argument, None) for argument in _arguments_of(name)]
-        if name == "IndexBackward0":
-            arguments.append(takes_own_rows(node))
-        parts.append((name, tuple(metadata[0].shape) if metadata else (), *arguments, *below))
+        metadata = node._input_metadata
+        shape = tuple(metadata[0].shape) if metadata else ()
+        parts.append((name, shape, arguments(node, name), *[(numbers[user], i) for user, i in users]))
     return _canonical(samples, tuple(parts))
-
-
-@functools.cache
-def _arguments_of(name: str) -> tuple[str, ...]:
-    return _ARGUMENTS.get(name.partition("Backward")[0], ())
 
 
 @functools.lru_cache(maxsize=256)
