@@ -24,7 +24,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuromanifold.core.checks import message
-from neuromanifold.persample.batch import BatchBackward
+from neuromanifold.persample.backward import BatchBackward
 from neuromanifold.persample.scaling import involves_half, largest_scale
 
 T = TypeVar("T")

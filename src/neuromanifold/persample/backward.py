@@ -1,4 +1,4 @@
-"""One backward pass that gives per-sample gradients: executes a plan, decides nothing.
+"""Backward passes: one that gives per-sample gradients, which executes a plan and decides nothing, and an ordinary one.
 
 autograd ─► gradients at captured calls and at broadcast sites ─► forms (rules) ─► accumulator
          ─► gradients of the remaining parameters, summed over the batch
@@ -18,6 +18,7 @@ from neuromanifold.persample.gradients import Form, add
 from neuromanifold.persample.graph import BroadcastSite, Layout
 from neuromanifold.persample.hooks import Capture, Hooks
 from neuromanifold.persample.plan import Plan, Use, Uses
+from neuromanifold.persample.scaling import HalfPrecisionScale
 
 
 class Observer(Protocol):
@@ -209,6 +210,35 @@ class PerSampleBackward:
         waiting, self._waiting = self._waiting, {}
         for i, forms in waiting.items():
             to.add_samples(i, add(forms), made_by)
+
+
+class BatchBackward:
+    """Gradients summed over a batch, g = Σ_x Jᵀu(x), by one ordinary backward pass, without underflow in float16.
+
+    The square of g is unbiased for Σ_x E[(Jᵀu(x))²] if the u(x) are centred and independent over the samples, because
+    then the cross terms between samples vanish on average.  Their variance is about that of the square itself.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], half: bool = False) -> None:
+        """`half`: float16 is involved somewhere, even if neither these parameters nor the logits have it."""
+        self.parameters = list(parameters)
+        self.scale = HalfPrecisionScale(half or any(parameter.dtype == torch.float16 for parameter in parameters))
+
+    def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
+        """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""
+
+        def attempt(scaled: Tensor, checked: bool) -> list[Tensor | None] | None:
+            gradients = torch.autograd.grad(
+                logits, self.parameters, scaled.to(logits.dtype), retain_graph=keep_graph or checked, allow_unused=True
+            )
+            found: list[Tensor | None] = [dense(g) for g in gradients]
+            if checked:
+                sums = torch.stack([g.float().sum() for g in found if g is not None] or [torch.zeros(())])
+                if not bool(torch.isfinite(sums).all()):
+                    return None
+            return found
+
+        return self.scale.fit(logits, cotangent, attempt)
 
 
 _NOTHING = torch.empty(0)

@@ -225,14 +225,15 @@ def broadcast_sites(
         if not users:
             return None  # the logits themselves
         for user, i in users:
-            name, site = user.name(), BroadcastSite(user, i, path, shape)
-            if (name in _BROADCASTS or name in _PRODUCTS) and site.layouts(samples):
-                site.partner = _partner(site)
-                found.append(site)
-            elif name in _STRUCTURAL:
+            name = user.name()
+            if name in _STRUCTURAL:
                 waiting.append((user, (user, *path)))
-            else:
+                continue
+            site = BroadcastSite(user, i, path, shape) if name in _BROADCASTS or name in _PRODUCTS else None
+            if site is None or not site.layouts(samples):
                 return None
+            site.partner = _partner(site)
+            found.append(site)
     return found
 
 

@@ -156,7 +156,8 @@ class Hooks:
     def restore(self) -> None:
         """Put every parameter back into its module."""
         for owner in self.modules:
-            _put_back(owner)
+            if owner.detached:
+                _put_back(owner)
 
     def _hooks_of(self, owner: HookedModule) -> tuple[Callable[..., None], Callable[..., Tensor | None]]:
         def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate.base import Pass, read_back
 from neuromanifold.persample.backward import PerSampleBackward, dense
 from neuromanifold.persample.gradients import Dense, Form, root_mean_square
 from neuromanifold.persample.hooks import Hooks
@@ -154,7 +154,7 @@ class _Observations:
 
     def read(self) -> None:
         """Read the sizes of all that was captured."""
-        gradients, inputs = _values([g for _, g, _ in self._unread]), _values([x for *_, x in self._unread])
+        gradients, inputs = read_back([g for _, g, _ in self._unread]), read_back([x for *_, x in self._unread])
         for (use, *_), size, scale in zip(self._unread, gradients, inputs, strict=True):
             if size != 0:
                 self.nonzero.add(use.key)
@@ -176,13 +176,13 @@ class _Observations:
         for gradient in expected:
             if gradient is not None:
                 self._lower_precision(gradient)
-        differences = _values(
+        differences = read_back(
             [
                 _norm(gradient) if gradient is not None and i not in sums.differences else sums.differences.get(i)
                 for i, gradient in zip(chosen, expected, strict=True)
             ]
         )
-        sizes = _values([sums.sizes.get(i) for i in chosen])
+        sizes = read_back([sums.sizes.get(i) for i in chosen])
         found = zip(chosen, expected, differences, sizes, strict=True)
         return frozenset(i for i, wanted, difference, size in found if not self._agree(i, wanted, difference, size))
 
@@ -271,14 +271,6 @@ def _norm(values: Tensor, beside: Tensor | None = None) -> Tensor:
             return quick.double()
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
-
-
-def _values(numbers: list[Tensor | None]) -> list[float]:
-    """Read numbers back, all at once where they are on one device; None is 0."""
-    given = [number.double() for number in numbers if number is not None]
-    one_device = len({number.device for number in given}) == 1
-    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
-    return [0.0 if number is None else next(read) for number in numbers]
 
 
 def _sample_weights(logits: Tensor) -> Tensor:

@@ -55,6 +55,14 @@ class StatefulSums(GradientSums, Protocol):
         """Restore what `state` returned, in this process or in another."""
 
 
+def read_back(numbers: Sequence[Tensor | None]) -> list[float]:
+    """Return the values of tensors with one number each, None as 0; in one transfer where they are on one device."""
+    given = [number.double() for number in numbers if number is not None]
+    one_device = len({number.device for number in given}) == 1
+    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
+    return [0.0 if number is None else next(read) for number in numbers]
+
+
 def zero_sums(parameter: Tensor) -> Tensor:
     """Zeros of a parameter's shape on its device, in float32 or better: where squares of gradients are added."""
     return torch.zeros(parameter.shape, dtype=promoted(parameter.dtype), device=parameter.device)
