@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate.base import Pass, TakesForms
 from neuromanifold.persample.gradients import Form, add
 from neuromanifold.persample.graph import BroadcastSite, Layout
 from neuromanifold.persample.hooks import Capture, Hooks
@@ -21,7 +21,7 @@ from neuromanifold.persample.plan import Plan, Use, Uses
 from neuromanifold.persample.scaling import HalfPrecisionScale
 
 
-class Observer(Protocol):
+class VerificationObserver(Protocol):
     """Callbacks during a backward pass that verifies a plan."""
 
     def captured(self, use: Use, g: Tensor) -> None:
@@ -32,17 +32,7 @@ class Observer(Protocol):
 
 
 # How many numbers the gradients of all captured outputs may have together, for several cotangents in one pass.
-_AT_ONCE = {True: 2**22, False: 2**27}  # on a CPU; on a GPU
-
-
-class TakesForms(Protocol):
-    """An object that takes per-sample gradients, such as an accumulator."""
-
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Take the per-sample gradients of parameter number i; autograd is not recording."""
-
-    def end_pass(self) -> None:
-        """End a backward pass: all of its gradients have been taken."""
+_CPU_AT_ONCE, _GPU_AT_ONCE = 2**22, 2**27
 
 
 class PerSampleBackward:
@@ -64,7 +54,7 @@ class PerSampleBackward:
         made_by: Pass,
         *,
         keep_graph: bool,
-        observer: Observer | None = None,
+        observer: VerificationObserver | None = None,
     ) -> list[Tensor | None]:
         """Add per-sample gradients to `to`; return the remaining parameters' gradients, summed over the batch."""
 
@@ -94,7 +84,8 @@ class PerSampleBackward:
         if count < 2 or self._edges:
             return 1
         size = sum(capture.shape.numel() for capture in self.uses.by_capture) + logits.numel()
-        return max(1, min(count, _AT_ONCE[logits.device.type == "cpu"] // max(1, size)))
+        most = _CPU_AT_ONCE if logits.device.type == "cpu" else _GPU_AT_ONCE
+        return max(1, min(count, most // max(1, size)))
 
     def to_uses(
         self,
@@ -156,7 +147,7 @@ class PerSampleBackward:
         return [self._hooks.root, *edges, *(self.parameters[i] for i in self.uses.remaining)]
 
     def _take(
-        self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: Observer | None
+        self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
         forms = self._forms(use, g, layout, observer)
@@ -170,7 +161,7 @@ class PerSampleBackward:
             if len(waiting) == uses:
                 to.add_samples(i, add(self._waiting.pop(i)), made_by)
 
-    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: Observer | None) -> dict[int, Form]:
+    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: VerificationObserver | None) -> dict[int, Form]:
         """Return the gradients of a use; none if an observer is there and the rule does not apply."""
         if observer is None:
             if self._late is not None and use.key in self.plan.unverified:
@@ -192,7 +183,7 @@ class PerSampleBackward:
         gradients: Sequence[Tensor | None],
         to: TakesForms,
         made_by: Pass,
-        observer: Observer | None,
+        observer: VerificationObserver | None,
     ) -> None:
         """Take the gradients at broadcast sites, and add parameters of which some uses got no gradient."""
         shared: dict[Use, Tensor] = {}

@@ -107,8 +107,8 @@ class Uses:
             for site in use.sites
         ]
 
-    def followed(self) -> dict[Key, int]:
-        """Return for each use where the graph has the samples, as far as they can be followed."""
+    def places(self) -> dict[Key, int]:
+        """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
         if self.samples == 1:
             return {}
         places = follow(users_first(dict(self.graph)), self.samples, _IDENTITIES)
@@ -186,7 +186,7 @@ def _layouts(
 def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layout]]:
     """Return each use's candidates, those first that the graph points to; and the ones followed to the logits."""
     candidates, expected = {}, {}
-    places = uses.followed()
+    places = uses.places()
     for use in uses.found:
         place = places.get(use.key)
         fitting = [layout for layout in use.layouts if place is not None and _fits(use, layout, place, uses.samples)]
@@ -206,7 +206,13 @@ def combinations(
     uses: Uses, candidates: Mapping[Key, tuple[Layout, ...]]
 ) -> dict[frozenset[int], Iterator[dict[Key, Layout]]]:
     """Return the layouts that may be tried for the uses of each group of parameters, the likeliest first."""
-    return {frozenset(parameters): _choices(members, candidates) for parameters, members in connected(uses.found)}
+
+    def choices(members: list[Use]) -> Iterator[dict[Key, Layout]]:
+        keys = [use.key for use in members]
+        every = product(*(candidates[key] for key in keys))
+        return (dict(zip(keys, layouts, strict=True)) for layouts in islice(every, _COMBINATIONS))
+
+    return {frozenset(parameters): choices(members) for parameters, members in connected(uses.found)}
 
 
 def connected(uses: Sequence[Use]) -> list[tuple[set[int], list[Use]]]:
@@ -221,8 +227,3 @@ def connected(uses: Sequence[Use]) -> list[tuple[set[int], list[Use]]]:
                 own = (own[0] | parameters, [*members, *own[1]])
         groups = [*apart, own]
     return groups
-
-
-def _choices(uses: list[Use], candidates: Mapping[Key, tuple[Layout, ...]]) -> Iterator[dict[Key, Layout]]:
-    for layouts in islice(product(*(candidates[use.key] for use in uses)), _COMBINATIONS):
-        yield dict(zip((use.key for use in uses), layouts, strict=True))

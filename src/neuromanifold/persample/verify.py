@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from neuromanifold.persample.accumulate.base import Pass, read_back
 from neuromanifold.persample.backward import PerSampleBackward, dense
 from neuromanifold.persample.gradients import Dense, Form, root_mean_square
+from neuromanifold.persample.graph import Layout
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
 
@@ -67,30 +68,26 @@ def make_plan(
     if uses.unsupported:
         return Plan({}, excluded | uses.unsupported)
     candidates, expected = preferred(uses)
-    pending = combinations(uses, candidates)
-    layouts = {key: layout for group in pending.values() for key, layout in next(group).items()}
-    best: dict[frozenset[int], tuple[frozenset[int], Mapping[Key, object]]] = {}
-    wrong: set[int] = set()
+    pending = combinations(uses, candidates)  # of layouts, for each group of parameters that share uses
+    chosen = {group: next(choices) for group, choices in pending.items()}
+    best: dict[frozenset[int], tuple[frozenset[int], dict[Key, Layout]]] = {}  # which fail, with which layouts
     while True:
-        plan = Plan(dict(layouts), excluded)
+        plan = Plan({key: layout for own in chosen.values() for key, layout in own.items()}, excluded)
         check = Verification(uses, plan, logits, reference, hooks, parameters)
         for group in list(pending):
             failed = check.failed & group
-            own = {key: layouts[key] for key in layouts if _parameters_of(uses, key) & group}
             if group not in best or len(failed) < len(best[group][0]):
-                best[group] = (failed, own)
+                best[group] = failed, chosen[group]
             following = next(pending[group], None) if failed else None
-            if following is not None:
-                layouts |= following
-                continue
-            wrong |= best[group][0]
-            layouts |= best[group][1]  # type: ignore[arg-type]
-            del pending[group]
+            chosen[group] = following or best[group][1]
+            if following is None:
+                del pending[group]
         if not pending:
-            wrong |= check.failed - uses.counts.keys()
             break
+    layouts = {key: layout for own in chosen.values() for key, layout in own.items()}
+    wrong = (check.failed - uses.counts.keys()).union(*(failed for failed, _ in best.values()))
     followed = uses.samples == 1 or all(expected.get(key) == layout for key, layout in layouts.items())
-    return Plan(dict(layouts), excluded | wrong, followed, check.zero)
+    return Plan(layouts, excluded | wrong, followed, check.zero)
 
 
 class Verification:
@@ -301,7 +298,3 @@ def _same_logits(found: Tensor, expected: Tensor) -> bool:
     return bool(
         ((found - expected).abs() <= tolerance).logical_or(found == expected).logical_or(expected.isnan()).all()
     )
-
-
-def _parameters_of(uses: Uses, key: Key) -> frozenset[int]:
-    return next(frozenset(use.parameters.values()) for use in uses.found if use.key == key)

@@ -103,33 +103,26 @@ def random_states() -> Callable[[], None]:
 
 
 def model_states(model: nn.Module) -> Callable[[], None]:
-    """Return a function that puts a model's buffers and the global random states back to what they are now."""
-    buffers, restore_random = [_Buffers(module) for module in model.modules()], random_states()
+    """Return a function that puts a model's buffers and the global random states back to what they are now.
+
+    Each module gets the same tensors back, with the same values, and what is new is taken away.
+    """
+    restore_random = random_states()
+    # A scripted module's buffers cannot be taken out.
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    buffers = [(module, dict(module._buffers)) for module in modules]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
     def restore() -> None:
         restore_random()
-        for buffer in buffers:
-            buffer.restore()
+        for module, own in buffers:
+            module._buffers.clear()
+            module._buffers.update(own)
+        for buffer, value in values:
+            if not torch.equal(buffer, value):
+                _overwrite(buffer, value)
 
     return restore
-
-
-class _Buffers:
-    """The buffers of one module as they were: which tensors, and what was in them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.tensors = module, dict(module._buffers)
-        self.values = {name: value.detach().clone() for name, value in self.tensors.items() if value is not None}
-
-    def restore(self) -> None:
-        """Put the same tensors back, with the same values, and take away what is new."""
-        if not isinstance(self.module, torch.jit.ScriptModule):  # whose buffers cannot be taken out
-            self.module._buffers.clear()
-            self.module._buffers.update(self.tensors)
-        for name, values in self.values.items():
-            tensor = self.tensors[name]
-            if tensor is not None and not torch.equal(tensor, values):
-                _overwrite(tensor, values)
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, read_back, zero_sums
-from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, own
+from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
 from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
 
 _CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
@@ -173,7 +173,7 @@ class DiagonalSums:
         self._small.set_state(small, values["small"], devices)
         for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
             found = (tensors.get(f"{kind}.{i}") for i in range(len(devices)))
-            kept[:] = [None if t is None else own(t, device) for t, device in zip(found, devices, strict=True)]
+            kept[:] = [None if t is None else t.to(device, copy=True) for t, device in zip(found, devices, strict=True)]
         for name in _NUMBERS:
             setattr(self, name, values[name])
 

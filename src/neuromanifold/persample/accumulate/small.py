@@ -116,7 +116,8 @@ class SmallSums:
             squares, fourths = (tensors.get(f"{k}.{kind}") for kind in ("squares", "fourths"))
             assert squares is not None
             device = devices[columns[0][0]]
-            self._lines[columns] = _Line(own(squares, device), None if fourths is None else own(fourths, device))
+            fourths = None if fourths is None else fourths.to(device, copy=True)
+            self._lines[columns] = _Line(squares.to(device, copy=True), fourths)
 
     def squares(self) -> dict[int, Tensor]:
         """Return Σ g² of each parameter with a gradient so far."""
@@ -131,11 +132,6 @@ class SmallSums:
         )
 
 
-def own(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device, in memory that torch has allocated and aligned."""
-    return values.to(device, copy=True)
-
-
 def _tensor_version(values: Tensor) -> int:
     return 0 if values.is_inference() else values._version
 
@@ -145,11 +141,10 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
         return norms.square_()
-    total = torch.zeros(values.shape[1], dtype=torch.float64)
-    for part in torch.split(values, max(1, _PART // max(1, values.shape[1]))):
-        wide = part.to(torch.float64, copy=True)
-        total += wide.mul_(wide).sum(0)
-    return total
+    first, *others = (
+        part.double().square().sum(0) for part in torch.split(values, max(1, _PART // max(1, values.shape[1])))
+    )
+    return sum(others, first)
 
 
 def _by_parameter(lines: dict[Columns, Tensor]) -> dict[int, Tensor]:
