@@ -144,9 +144,9 @@ class PerSampleGradients:
             self._vectorizes[kind] = together_as_alone(backward, logits)
         return self._vectorizes[kind]
 
-    def methods(self, whole: str, single: str = "sample") -> list[str]:
-        """Return how each parameter was done: `whole` for those that autograd gave gradients of."""
-        return [whole if i in self.remaining else single for i in range(len(self.names))]
+    def methods(self, otherwise: str) -> list[str]:
+        """Return how each parameter was done: "sample", or what is given for those that autograd gave gradients of."""
+        return [otherwise if i in self.remaining else "sample" for i in range(len(self.names))]
 
     def end_batch(self) -> None:
         """Let go of the last forward pass."""
