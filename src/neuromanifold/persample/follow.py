@@ -315,8 +315,11 @@ def _attended(op: _Followed) -> list[int]:
 
 @_of("Index")
 def _indexed(op: _Followed) -> list[int]:
-    """Indexing is followed behind the samples' dimension, and for x[arange(n), ids]."""
-    first = next(k for k, index in enumerate(op.node._saved_indices) if index is not None)
-    shape = op.shapes[0]
+    """Indexing is followed behind the samples' dimension, and for x[arange(n), ids].
+
+    Indices that are apart, as in x[:, i, :, j], put their own dimension first.
+    """
+    shape, indexed = op.shapes[0], [k for k, index in enumerate(op.node._saved_indices) if index is not None]
+    together = indexed[-1] - indexed[0] < len(indexed)
     own_rows = shape is not None and op.dim == 0 and shape[0] == op.out[0] and takes_own_rows(op.node)
-    return op.first_only(shape is not None and (op.dim < first or own_rows))
+    return op.first_only(shape is not None and ((together and op.dim < indexed[0]) or own_rows))

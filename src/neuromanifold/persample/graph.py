@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ _STRUCTURAL = (
 )
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Which dimension of a tensor holds the samples, and what is major in it if each has several rows.
 
     `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  Batches may differ in the number t of rows.
@@ -76,6 +75,7 @@ class BroadcastSite:
     input: int
     path: tuple[Node, ...]
     shape: torch.Size  # of the tensor
+    layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
     partner: Tensor | None = None  # what the tensor is multiplied by
 
     @property
@@ -93,7 +93,7 @@ class BroadcastSite:
         """Whether it is a product of matrices, in which samples and positions may share a dimension."""
         return self.node.name() in _PRODUCTS
 
-    def layouts(self, samples: int) -> list[Layout]:
+    def candidates(self, samples: int) -> list[Layout]:
         """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
         result, arriving = self.result, self._arriving
         if not len(result) or not samples:
@@ -229,8 +229,11 @@ def broadcast_sites(
             if name in _STRUCTURAL:
                 waiting.append((user, (user, *path)))
                 continue
-            site = BroadcastSite(user, i, path, shape) if name in _BROADCASTS or name in _PRODUCTS else None
-            if site is None or not site.layouts(samples):
+            if name not in _BROADCASTS and name not in _PRODUCTS:
+                return None
+            site = BroadcastSite(user, i, path, shape)
+            site.layouts = tuple(site.candidates(samples))
+            if not site.layouts:
                 return None
             site.partner = _partner(site)
             found.append(site)

@@ -155,7 +155,7 @@ def discover(
             remaining.append(i)
             continue
         for k, site in enumerate(direct):
-            found.append(Use(("site", i, k), {"": i}, tuple(site.layouts(samples)), None, (site,)))
+            found.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,)))
     covered = {i for use in found if use.capture is not None for i in use.parameters.values()}
     unsupported |= covered.intersection(remaining)
     # Two heads that take turns have the same graph, and other parameters.
@@ -177,7 +177,7 @@ def _layouts(
             found += stacked(0, shape[0], samples)
     sites = broadcast_sites(capture.node, shape, samples, used_by) if flexible else None
     if sites and not any(site.is_product for site in sites):
-        dims_of_sites = [{layout.dim for layout in site.layouts(samples)} for site in sites]
+        dims_of_sites = [{layout.dim for layout in site.layouts} for site in sites]
         found += [Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites))]
         return tuple(found), tuple(sites)
     return tuple(found), ()
