@@ -104,7 +104,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
     backend = _backend("add_squares_of_convolution", slid, fixed)
     if backend == "c":  # windows are read off the image, of whose dimensions m is one more
         slid, fixed = (image.transpose(1, 2).to(to.squares.dtype) for image in (slid, fixed))
-        (kernel, stride, padding, dilation), groups = windows[:4], windows.groups
+        kernel, stride, padding, dilation, groups = windows
         with_rows = Windows((1, *kernel), (1, *stride), (0, *padding), (1, *dilation), groups)
         return square.call_convolution_squares(slid, fixed, to, with_rows)
     if backend is None or slid.shape[1] != 1:
@@ -113,11 +113,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
 
     flat = to.view(to.squares.shape[0], to.squares.shape[1:].numel())
     convolution.add_squares(
-        slid[:, 0],
-        fixed[:, 0],
-        flat.squares,
-        flat.fourths,
-        **windows._asdict(),
+        *(slid[:, 0], fixed[:, 0], flat.squares, flat.fourths, windows),
         factors=to.kernel_factors,
         tf32=tf32_convolutions(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -134,15 +130,7 @@ def depthwise_gradients(slid: Tensor, fixed: Tensor, windows: Windows) -> Tensor
         return None
     from neuromanifold.kernels.triton import depthwise  # needs Triton
 
-    amounts = [amount for size in reversed(windows.padding) for amount in (size, size)]
-    return depthwise.gradients(
-        torch.nn.functional.pad(slid[:, 0], amounts).contiguous(),
-        fixed[:, 0].contiguous(),
-        kernel=windows.kernel,
-        stride=windows.stride,
-        dilation=windows.dilation,
-        groups=windows.groups,
-    )
+    return depthwise.gradients(slid[:, 0], fixed[:, 0], windows)
 
 
 def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
