@@ -101,7 +101,7 @@ class PerSampleBackward:
         Gradients of the remaining parameters are not computed.  Returns False, having done nothing, if several
         cotangents are given and an operation of the model cannot be vectorised.
         """
-        uses = [use for use in self.uses.found if wanted is None or not wanted.isdisjoint(use.parameters.values())]
+        uses = [use for use in self.uses.supported if wanted is None or not wanted.isdisjoint(use.parameters.values())]
         calls = [use for use in uses if use.capture is not None and not self.plan.layouts[use.key].shared]
         edges = [edge for edge in self._edges if edge[0] in uses]
         targets = [GradientEdge(use.capture.node, 0) for use in calls if use.capture is not None]

@@ -116,8 +116,8 @@ class PerSampleGradients:
                 return None
             uses = Uses(len(logits), remaining=list(range(len(self.parameters))))
             return self._ready(uses, Plan({}, self.excluded, True))
-        if not uses.samples or (not self.hooks.modules and not uses.found):
-            return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.found}, self.excluded, True))
+        if not uses.samples or (not self.hooks.modules and not uses.supported):
+            return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.supported}, self.excluded, True))
         known = self._plans.get(uses.signature)
         if reference is None:
             if known is None or not known.followed or uses.unsupported:

@@ -102,7 +102,7 @@ class Verification:
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
         sums.end_pass()
         seen.read()
-        self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
+        self.zero = frozenset(use.key for use in uses.supported) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
