@@ -70,14 +70,9 @@ class PerSampleBackward:
 
         self._waiting = {}
         with self._hooks.consumed_by(consume):
-            _, *found = torch.autograd.grad(
-                logits, self._targets(), cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
-            )
+            _, *found = _gradients(logits, self._targets(), cotangent, keep_graph)
         self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
-        gradients: list[Tensor | None] = [None] * len(self.parameters)
-        for i, g in zip(self.uses.remaining, found[len(self._edges) :], strict=True):
-            gradients[i] = dense(g)
-        return gradients
+        return self._by_number(self.uses.remaining, found[len(self._edges) :])
 
     def how_many_at_once(self, logits: Tensor, count: int) -> int:
         """Return how many of `count` cotangents to send back in one pass: one, unless all uses are captured calls."""
@@ -124,8 +119,10 @@ class PerSampleBackward:
 
     def remaining_gradients(self, logits: Tensor, cotangent: Tensor, numbers: list[int]) -> list[Tensor | None]:
         """Return autograd's gradients of some of the parameters; the graph is kept."""
-        targets = [self.parameters[i] for i in numbers]
-        found = torch.autograd.grad(logits, targets, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True)
+        return self._by_number(numbers, _gradients(logits, [self.parameters[i] for i in numbers], cotangent))
+
+    def _by_number(self, numbers: list[int], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients for all parameters, None for those that are not among the numbers."""
         gradients: list[Tensor | None] = [None] * len(self.parameters)
         for i, g in zip(numbers, found, strict=True):
             gradients[i] = dense(g)
@@ -135,9 +132,7 @@ class PerSampleBackward:
         """Return whether a cotangent goes through the network without overflow; the graph is kept."""
         sums: list[Tensor] = []
         with self._hooks.consumed_by(lambda _, g: sums.append(g.float().sum())):
-            _, *found = torch.autograd.grad(
-                logits, self._targets(), cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
-            )
+            _, *found = _gradients(logits, self._targets(), cotangent)
         sums.extend(dense(g).float().sum() for g in found if g is not None)
         return all(bool(torch.isfinite(value)) for value in sums)
 
@@ -219,9 +214,7 @@ class BatchBackward:
         """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""
 
         def attempt(scaled: Tensor, checked: bool) -> list[Tensor | None] | None:
-            gradients = torch.autograd.grad(
-                logits, self.parameters, scaled.to(logits.dtype), retain_graph=keep_graph or checked, allow_unused=True
-            )
+            gradients = _gradients(logits, self.parameters, scaled, keep_graph or checked)
             found: list[Tensor | None] = [dense(g) for g in gradients]
             if checked:
                 sums = torch.stack([g.float().sum() for g in found if g is not None] or [torch.zeros(())])
@@ -235,6 +228,18 @@ class BatchBackward:
 _NOTHING = torch.empty(0)
 
 
+def _gradients(
+    logits: Tensor, targets: Sequence[Any], cotangent: Tensor, keep_graph: bool = True, several: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Return autograd's gradients of Σ cotangent·logits, None where there are none; of `several` cotangents at once."""
+    return torch.autograd.grad(
+        *(logits, targets, cotangent.to(logits.dtype)),
+        retain_graph=keep_graph,
+        allow_unused=True,
+        is_grads_batched=several,
+    )
+
+
 def _several_gradients(
     logits: Tensor, targets: list[Any], cotangents: Sequence[Tensor]
 ) -> list[list[Tensor | None]] | None:
@@ -243,13 +248,9 @@ def _several_gradients(
     The graph is kept.
     """
     if len(cotangents) == 1:
-        (one,) = cotangents
-        return [list(torch.autograd.grad(logits, targets, one.to(logits.dtype), retain_graph=True, allow_unused=True))]
-    stacked = torch.stack(list(cotangents)).to(logits.dtype)
+        return [list(_gradients(logits, targets, cotangents[0]))]
     try:
-        found = torch.autograd.grad(
-            logits, targets, stacked, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        found = _gradients(logits, targets, torch.stack(list(cotangents)), several=True)
     except (RuntimeError, NotImplementedError):
         return None
     return [[None if g is None else g[k] for g in found] for k in range(len(cotangents))]
