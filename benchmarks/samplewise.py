@@ -49,8 +49,8 @@ SAMPLES, CLASSES, MANY = 4, 4, 20  # of a loop; of torch.func where there are ma
 RUN = 128  # batches of a run in which the cost of verification is measured
 VERIFICATION_NOTE = (
     "Processor time, all in turn, medians.  One verification: a run with every batch verified, less one with only its "
-    "first, by the number of batches.  Verification adds: as many as a run of this length has, its first included, over "
-    "its later batches.  Fixed: a call with one batch, less a later batch."
+    "first, by the number of batches.  Verification adds: as many as a run of this length has, its first included, "
+    "over its later batches.  Fixed: a call with one batch, less a later batch."
 )
 
 
@@ -185,7 +185,9 @@ def _line(
 def verification(options: argparse.Namespace) -> str:
     """Measure what verification adds to a run, what a call costs once, and what a later batch costs."""
     device, rows, batches = torch.device("cpu"), [], 16 if options.quick else RUN
-    only_first, every = (mock.patch.object(engine, "_is_due", due) for due in (lambda batch: batch == 0, lambda _: True))
+    only_first, every = (
+        mock.patch.object(engine, "_is_due", due) for due in (lambda batch: batch == 0, lambda _: True)
+    )
     verified = sum(engine._is_due(batch) for batch in range(batches))
     for name, (model, batch) in small_networks().items():
         estimate = partial(nm.fisher_diagonal, model)

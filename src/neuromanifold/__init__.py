@@ -8,6 +8,7 @@ from neuromanifold.diagnostics.check import check
 from neuromanifold.diagnostics.check_result import Check
 from neuromanifold.diagnostics.forecast import Forecast, forecast
 from neuromanifold.estimators import (
+    Adaptive,
     Empirical,
     Estimator,
     Exact,
@@ -48,6 +49,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "Gaussian",
     "Spectrum",
     # estimators
+    "Adaptive",
     "Empirical",
     "Estimator",
     "Exact",

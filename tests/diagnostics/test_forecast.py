@@ -1,6 +1,7 @@
 """Forecasts are about right, change nothing, and the largest batch size backs off."""
 
 import gc
+import itertools
 import math
 import os
 import subprocess
@@ -32,11 +33,10 @@ class Slow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(4, 3), 0
+        self.layer, self.calls = nn.Linear(4, 3), itertools.count()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        time.sleep(0.02 if self.calls > 1 else 0.2)
+        time.sleep(0.02 if next(self.calls) else 0.2)
         out: Tensor = self.layer(x)
         return out
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from neuromanifold.hf.batches import Batch, LoadedData
+from neuromanifold.hf.data import Batch, LoadedData
 
 
 def counting(most: int) -> tuple[LoadedData, list[int]]:

@@ -177,12 +177,27 @@ def test_gradients_that_float16_has_no_numbers_for_are_refused(scale: float) -> 
     with torch.no_grad():
         model.weight.zero_()
     options: dict[str, Any] = {"parameters": "weight"}
-    with pytest.raises(ValueError, match=r"`dtype` must be one with room.*Use torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"`dtype` must be one that can hold.*Use torch.bfloat16"):
         nm.fisher_factors(model, [scale * X.float()], dtype=torch.float16, **options)
     kept = nm.fisher_factors(model, [scale * X.float()], dtype=torch.bfloat16, **options)
     assert kept.trace.value == pytest.approx(
         nm.fisher_factors(model, [scale * X.float()], **options).trace.value, rel=0.01
     )
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_nor_are_they_lost_by_what_is_done_with_them(scale: float) -> None:
+    """Where float16 and float32 are added, where factors are scaled, and where they are converted."""
+    model, x = nn.Linear(4, 3, bias=False), X.float()
+    nn.init.zeros_(model.weight)
+    small, far = nm.fisher_factors(model, [x], dtype=torch.float16), nm.fisher_factors(model, [scale * x], seed=1)
+    for lose in (lambda: small * scale**2, lambda: far.to(torch.float16)):
+        with pytest.raises(ValueError, match=r"`dtype` must be one that can hold.*float16, which loses"):
+            lose()
+    for total in (small + far, far + small):
+        assert total.rows.dtype == torch.float32
+        assert total.sum.trace.value == pytest.approx(small.sum.trace.value + far.sum.trace.value)
+    assert (4 * small).sum.trace.value == pytest.approx(4 * small.sum.trace.value)
 
 
 def test_half_precision_models() -> None:

@@ -108,6 +108,35 @@ def test_layers_by_name_with_parameters_of_the_model_and_without_entries() -> No
     assert blocks.layer("").shape == (1, 1)
 
 
+def test_parameters_of_a_layer_may_lie_apart(tmp_path: Path) -> None:
+    """In a dict of one's own: a.weight, b.weight, a.bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (3, 4), "b.weight": (2, 3), "a.bias": (3,)}
+    given = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["a.weight"].T + p["a.bias"]) @ p["b.weight"].T
+
+    whole, blocks = (nm.fisher_matrix(function, [X], parameters=given, blocks=b) for b in (None, "layer"))  # type: ignore
+    apart = torch.tensor([*range(12), *range(18, 21)])
+    expected, f = torch.zeros(21, 21, dtype=torch.float64), whole.dense()
+    for index in (apart, torch.arange(12, 18)):
+        expected[index[:, None], index] = f[index[:, None], index]
+    blocks.save(tmp_path / "f.safetensors")
+    for found in (blocks, nm.load(tmp_path / "f.safetensors")):
+        torch.testing.assert_close(found.dense(), expected)
+        torch.testing.assert_close(found @ f, expected @ f)
+        for name, value in whole.diagonal().items():
+            torch.testing.assert_close(found.diagonal()[name], value)
+        pairs = found.eigenpairs(21)
+        torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(expected).flip(0))
+        torch.testing.assert_close(expected @ pairs.vectors, pairs.vectors * pairs.values)
+        solution = found.solve(f[:, :2], damping=0.1).x
+        torch.testing.assert_close(expected @ solution + 0.1 * solution, f[:, :2])
+    for one in (whole, blocks):
+        torch.testing.assert_close(one.layer("a").dense(), f[apart[:, None], apart])
+
+
 def test_autocast_is_for_the_model_alone() -> None:
     found, v = nm.fisher_matrix(network().float(), [X.float()]), torch.ones(67)
     expected = found @ v, found.solve(v, 1e-2).x, found.estimate_diagonal().value

@@ -70,12 +70,12 @@ def test_envelopes(name: str, part: Any) -> None:
 EXPECTED_METHODS = {
     "MLP": "forward mode",
     "LSTM": "forward mode",
-    "DistilBERT": "forward mode, plain kernels",
-    "Llama": "forward mode, plain kernels",
+    "DistilBERT": "forward mode, unfused kernels",
+    "Llama": "forward mode, unfused kernels",
     "weight norm": "double backward",  # an operation without forward mode
     "under no_grad": "double backward",  # forward mode does not stop there
     "checkpointed": "double backward",
-    "Wav2Vec2": "double backward, plain kernels",
+    "Wav2Vec2": "double backward, unfused kernels",
 }
 
 
@@ -98,8 +98,8 @@ def test_every_method_gives_the_same(name: str, method: str) -> None:
 def test_one_by_one_is_the_same_as_a_block() -> None:
     metric, v = operator(SOME["CNN with BatchNorm"]), block(79, 11)
     together = metric @ v
-    assert metric._jacobian.several
-    metric._jacobian.several = False
+    assert metric._jacobian.vectorized
+    metric._jacobian.vectorized = False
     torch.testing.assert_close(metric @ v, together, rtol=1e-12, atol=1e-14)
 
 
@@ -436,7 +436,7 @@ def test_nothing_changes(fails_at: int) -> None:
     m = nosy()
     before = snapshot(m)
     m.fail_at = m.calls + fails_at
-    data = [torch.ones(4, 4)] * 3
+    data = [torch.ones(4, 4)] * 4  # its calls are counted once for each
     if fails_at < 10:
         with pytest.raises(KeyboardInterrupt):
             nm.fisher_operator(m, data) @ torch.ones(63, 2)
@@ -477,3 +477,29 @@ def test_compiled_models() -> None:
     model(X)
     metric = nm.fisher_operator(model, batches(64), reduction="sum")
     assert relative_error(metric @ block(67), reference.reference_matrix(MODEL, lambda m: m(X)) @ block(67)) < 1e-12
+
+
+class Counting(nn.Module):
+    """Scales its logits by the number of its calls, or by one that it is given."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layer, self.counts, self.calls = nn.Linear(4, 3), counts, 0
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layer(x) * (self.calls if self.counts else number[0])
+        return out
+
+
+def test_a_state_of_the_model_advances_once_for_each_batch() -> None:
+    """A block of vectors takes several forward passes of a batch."""
+    counting, told = Counting(counts=True), Counting(counts=False)
+    told.load_state_dict(counting.state_dict())
+    data = [((x, torch.full((len(x),), i + 1)),) for i, x in enumerate(torch.randn(9, 4).split(3))]
+    vectors = torch.randn(15, 11)
+    expected = nm.fisher_operator(told, data) @ vectors
+    metric = nm.fisher_operator(counting, data)
+    for _ in range(2):
+        torch.testing.assert_close(metric @ vectors, expected)
+    assert counting.calls == 0

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,11 +142,11 @@ class Settings(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = torch.nn.Linear(3, 2), set[tuple[bool, bool, bool]]()
+        self.layer, self.log = torch.nn.Linear(3, 2), SimpleNamespace(seen=set())  # attributes are restored
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cudnn = torch.backends.cudnn
-        self.seen.add((cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic))
+        self.log.seen.add((cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic))
         return self.layer(x)
 
 
@@ -156,4 +157,4 @@ def test_cudnn_works_as_it_was_told_to(tf32: bool, benchmark: bool) -> None:
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32, benchmark=benchmark, deterministic=True):
         nm.fisher_diagonal(model, [torch.randn(4, 3)])
         assert (torch.backends.cudnn.enabled, torch.backends.cudnn.allow_tf32) == (True, tf32)
-    assert model.seen == {(tf32, benchmark, True)}
+    assert model.log.seen == {(tf32, benchmark, True)}

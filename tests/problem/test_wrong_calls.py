@@ -110,6 +110,14 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: evaluate(Masked(), {"x": TOKENS, "attention_mask": WORDS}),
         r"`attention_mask` must be of shape \[5, 9\], the logits' positions, got shape \[5, 7\].*virtual tokens",
     ),
+    "a mask that is added to attention scores": (
+        lambda: evaluate(Masked(0), {"x": TOKENS, "attention_mask": torch.where(WORDS > 0, 0.0, -1e4)}),
+        r"`attention_mask` must be 1 at positions that count and 0 at others, got.*added.*bool mask",
+    ),
+    "a mask that would be added, with nothing masked": (
+        lambda: evaluate(Masked(0), {"x": TOKENS, "attention_mask": torch.zeros(5, 7)}),
+        r"`attention_mask` must be 1 at positions that count",
+    ),
     "class_dim forgotten": (
         lambda: evaluate(CLASSES_FIRST, (TOKENS, WORDS)),
         r"`labels`.*got shape \[5, 7\]\. Of logits \[5, 3, 7\], pass class_dim=1",

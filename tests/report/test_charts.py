@@ -9,12 +9,17 @@ import torch
 from neuromanifold.report.depth import depth
 from neuromanifold.report.formats import error, number
 from neuromanifold.report.panels import octaves, panels
-from neuromanifold.report.render import _environment, draw
+from neuromanifold.report.render import _environment
 from neuromanifold.report.treemap import Tile, squarified, treemap
 from neuromanifold.results.summary import summarize
 from tests.report.results import odd, result, transformer
 
 SUMMARY, OTHER = summarize(result(transformer()), "a"), summarize(result(transformer(1)), "b")
+
+
+def draw(macro: str, *arguments: object) -> str:
+    """One chart or table alone: a macro of macros.html."""
+    return str(getattr(_environment().get_template("macros.html").module, macro)(*arguments))
 
 
 def test_layers_stand_along_the_depth() -> None:
@@ -125,6 +130,15 @@ def test_the_map_holds_the_whole_trace() -> None:
     leaves: list[Tile] = [one for tile in tiles for one in tile.tiles]
     assert all(0 <= one.heat <= 1 for one in leaves)
     assert treemap(summarize(result({"a": torch.zeros(2)}))) == []
+
+
+def test_small_parameters_share_a_tile() -> None:
+    values = {"net.weight": torch.full((100,), 1.0), "net.a": torch.full((2,), 1e-3), "net.b": torch.full((2,), 2e-3)}
+    (box,) = treemap(summarize(result(values)))
+    assert [tile.name for tile in box.tiles] == ["net.weight", "2 smaller"]
+    assert box.tiles[1].share == pytest.approx(0.006 / 100.006)
+    assert box.tiles[1].tip.startswith("2 smaller parameters\n<")
+    assert 0 <= box.tiles[1].heat <= box.tiles[0].heat
 
 
 @pytest.mark.parametrize(

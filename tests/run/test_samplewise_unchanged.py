@@ -1,5 +1,6 @@
 """The sample-wise pullback leaves the model as it was: hooks, gradients, flags; after success and after any failure."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,7 @@ class Interrupted(nn.Module):
 
     def __init__(self, error: type[BaseException] | None = None, at: int = 1, backward: bool = False) -> None:
         super().__init__()
-        self.error, self.at, self.backward, self.calls = error, at, backward, 0
+        self.error, self.at, self.backward, self.calls = error, at, backward, itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.error is None:
@@ -44,8 +45,7 @@ class Interrupted(nn.Module):
         return y
 
     def _count(self) -> None:
-        self.calls += 1
-        if self.calls >= self.at:
+        if next(self.calls) >= self.at:
             raise self.error("as planned")  # type: ignore[misc]
 
 

@@ -1,6 +1,7 @@
 """All families by name."""
 
 from tests.zoo import (
+    families_batches,
     families_derivatives,
     families_further,
     families_inplace,
@@ -17,6 +18,7 @@ from tests.zoo import (
 from tests.zoo.case import Kind
 
 FAMILIES: dict[str, dict[str, Kind]] = {
+    "batches": families_batches.KINDS,
     "derivatives": families_derivatives.KINDS,
     "ragged": families_ragged.KINDS,
     "norms": families_norms.KINDS,

@@ -194,8 +194,8 @@ def _middle(norm: type[nn.Module]) -> Kind:
 
 
 def _channels_first(m: Maker) -> Case:
-    """On rows [N, d, S]."""
-    flatten, pool = _layout(m)
+    """On rows [N, d, S], or on [N, T, d, S], where it is over positions; on [T, N, d, S] it would mix the samples."""
+    flatten, pool = _layout(m, *ORDERS[:-1])
     inner = m.pick("inner", 2, m.d, m.spec.sizes[0], 1)
 
     def run(n: Any, x: Tensor) -> Tensor:

@@ -189,6 +189,29 @@ def test_a_broken_rule_is_seen(kind: type[nn.Module], mutation: str, monkeypatch
     right_or_error("layer", {"layer": LAYERS[kind]})
 
 
+@pytest.mark.parametrize("samples", [2, 6, 7, 8, 15])
+def test_a_rule_that_is_wrong_for_any_one_sample_is_seen(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = registry._RULES[nn.Linear].function
+    x = torch.randn(samples, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(samples))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    expected = nm.fisher_diagonal(model, [x], nm.Exact())
+    for wrong in range(samples):
+        factors = torch.ones(samples, dtype=torch.float64)
+        factors[wrong] = 3.0
+
+        def tripled(call: Call, factors: Tensor = factors) -> dict[str, Form]:
+            return {
+                name: Dense(dense(form) * factors.view(-1, *[1] * len(form.shape)))
+                for name, form in right(call).items()
+            }
+
+        put(monkeypatch, nn.Linear, tripled)
+        with pytest.warns(nm.SlowPathWarning):
+            found = nm.fisher_diagonal(model, [x], nm.Exact())
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name])
+
+
 @pytest.mark.parametrize("wrong", [nn.LayerNorm, nn.RMSNorm, nn.Linear, nn.PReLU], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.RMSNorm], ids=lambda kind: kind.__name__)
 def test_the_rule_of_another_class_is_seen(

@@ -36,7 +36,7 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
-from neuromanifold.estimators.orthogonal import own_columns, remainder
+from neuromanifold.estimators.orthogonal import leading_columns, remainder
 
 Noise = Literal["rademacher", "gaussian"]
 Granularity = Literal["batch", "sample"]
@@ -142,7 +142,8 @@ def orthogonal_variance(
     """`Hutchinson(probes, deflate=k, noise=noise)` with orthogonal probes, unbiased for F, [P].  Not in the paper.
 
     Leading eigenvectors in passes of their own have no variance sample-wise; the other m passes have that of
-    `orthogonal_probe_variance` in the d dimensions that are left.  How many of the k eigenvectors have their own is
+    `orthogonal_probe_variance` in the d dimensions that are left, and a single one that of `probe_variance` for
+    further eigenvectors and axes of what is left.  How many of the k eigenvectors have their own is
     decided as in `Hutchinson`, for all N distributions together: they are one batch.  From the rank on every column has
     its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
     """
@@ -154,12 +155,19 @@ def orthogonal_variance(
     if probes >= core.rank:
         columns = torch.stack([core.column(i) for i in range(core.rank)])  # [r, n, c]
         return orthogonal_probe_variance(_derivatives_along(columns, J), core.rank, noise, granularity)
-    scaled = own_columns(core, deflate, probes)  # [n, k, c]
-    k, (d, mix) = scaled.shape[1], remainder(core, scaled)
+    own, signed = leading_columns(core, deflate, probes)  # [n, k, c]
+    k, m = own.shape[1], probes - own.shape[1]
+    single = m == 1 and noise == "rademacher"
+    d, mix = remainder(core, torch.cat([own, signed], dim=1) if single else own)
     axes = torch.eye(d, dtype=core.dtype, device=core.device)[:, None, :].expand(d, len(J), d)
-    rest = orthogonal_probe_variance(_derivatives_along(mix(axes), J), probes - k, noise, granularity)
-    return rest + orthogonal_probe_variance(
-        _derivatives_along(scaled.transpose(0, 1), J), max(1, k), noise, granularity
+    rest = _derivatives_along(mix(axes), J) if d else J.new_zeros(len(J), 0, J.shape[-1])
+    if single:
+        columns = torch.cat([_derivatives_along(signed.transpose(0, 1), J), rest], dim=1)
+        variance = probe_variance(columns, noise, granularity)
+    else:
+        variance = orthogonal_probe_variance(rest, m, noise, granularity)
+    return variance + orthogonal_probe_variance(
+        _derivatives_along(own.transpose(0, 1), J), max(1, k), noise, granularity
     )
 
 

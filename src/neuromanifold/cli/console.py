@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from neuromanifold.diagnostics.forecast import number_of_batches
 from neuromanifold.problem.progress import Observer, RunProgress
 from neuromanifold.report.tables import provenance_facts
 from neuromanifold.results import DiagonalFisher
@@ -67,10 +68,7 @@ def progress_bar(data: object, wanted: bool) -> Iterator[Observer | bool]:
     if not wanted or not console.is_terminal:
         yield False
         return
-    total = None
-    if isinstance(data, Sized):
-        with suppress(TypeError):  # a generator's length is not known
-            total = len(data)
+    total = number_of_batches(data)
     with Progress(*BAR_COLUMNS, console=console, transient=True) as progress:
         task = progress.add_task("", total=total, of="?" if total is None else total, rate="", error="")
         start: list[tuple[float, int]] = []

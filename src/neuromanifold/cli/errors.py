@@ -58,18 +58,18 @@ def _place(error: Exception) -> str:
 
 def _text(error: Exception) -> str:
     """Return the error's message, with advice where it has none."""
-    said = _one_line(error) or type(error).__name__
+    text = _one_line(error) or type(error).__name__
     if isinstance(error, MemoryError):
-        return f"Out of memory. Use a smaller --batch-size (or auto), or fewer --parameters. ({said})"
+        return f"Out of memory. Use a smaller --batch-size (or auto), or fewer --parameters. ({text})"
     if isinstance(error, torch.OutOfMemoryError):
-        return f"Out of memory on the device. Use a smaller --batch-size (or auto), or --dtype bfloat16. ({said})"
+        return f"Out of memory on the device. Use a smaller --batch-size (or auto), or --dtype bfloat16. ({text})"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and "Make room" in str(error.strerror):
         return f"{error.strerror}."
-    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in said:
-        return f"No space left on the disk, so nothing was written. Make room, or write elsewhere. ({said})"
-    if isinstance(error, ModuleNotFoundError) and "pip install" not in said:
-        return f"{said}. Run from the folder that contains it, or install it."
-    return said
+    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in text:
+        return f"No space left on the disk, so nothing was written. Make room, or write elsewhere. ({text})"
+    if isinstance(error, ModuleNotFoundError) and "pip install" not in text:
+        return f"{text}. Run from the folder that contains it, or install it."
+    return text
 
 
 def _one_line(text: object) -> str:

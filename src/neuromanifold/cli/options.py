@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import message
 from neuromanifold.diagnostics.forecast import largest_batch
 from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_data_source, load_data, load_model
+from neuromanifold.hf.columns import USUAL
 from neuromanifold.hf.functions import is_function_name
 from neuromanifold.hf.models import DTYPES
 from neuromanifold.problem.parameters import select_parameters
@@ -94,7 +95,8 @@ class Setup:
     ] = None
     revision: Annotated[str | None, _model("Branch, tag or commit on the hub.", metavar="REV")] = None
     dtype: Annotated[
-        str | None, _model(f"Precision of the model: {', '.join(DTYPES)}. Default: float32, or that of the function's.")
+        str | None,
+        _model(f"Precision of the model: {', '.join(DTYPES)}. Default: float32; a function's module as it is."),
     ] = None
     device: Device = "auto"
     parameters: Patterns = None
@@ -110,8 +112,7 @@ class Setup:
     columns: Annotated[
         str | None,
         _data(
-            "Columns by role, such as text=body,label=stars. Roles: text, text_pair, words, image, audio, label. "
-            "Common names are recognized.",
+            f"Columns by role, such as text=body,label=stars. Roles: {', '.join(USUAL)}. Common names are recognized.",
             metavar="ROLE=COLUMN,...",
         ),
     ] = None
@@ -195,23 +196,14 @@ class Setup:
 
 def with_setup(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the fields of its first argument, a `Setup`, as options of its own."""
-    hints, own = get_type_hints(Setup, include_extras=True), inspect.signature(command, eval_str=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            annotation=hints[field.name],
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        )
-        for field in fields(Setup)
-    ]
-    rest = [parameter.replace(kind=keyword) for parameter in list(own.parameters.values())[1:]]
+    shared = inspect.signature(Setup, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    options = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
 
     @wraps(command)
     def run(**values: Any) -> None:
-        command(Setup(**{field.name: values.pop(field.name) for field in fields(Setup)}), **values)
+        command(Setup(**{name: values.pop(name) for name in shared}), **values)
 
-    run.__signature__ = inspect.Signature([*shared, *rest])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in (*shared, *rest)}
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in options}
     return run

@@ -1,16 +1,18 @@
-"""Options as text: estimators as Python writes them, such as `Hutchinson(probes=4)`, likelihoods, shards."""
+"""Arguments, parsed and checked before a model is loaded: estimators as Python writes them, shards, output files."""
 
 from __future__ import annotations
 
 import ast
 import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from neuromanifold import estimators as nm
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import message
 from neuromanifold.problem.validation import Likelihood
+from neuromanifold.results.files import check_destination
 from neuromanifold.run.granularity import Granularity
 
 _ESTIMATORS = (nm.Hutchinson, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
@@ -69,3 +71,20 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(message("shard", "I/N with I from 0 to N-1, such as 0/4 and 3/4", repr(text)))
     return int(found[1]), int(found[2])
+
+
+def check_output(path: Path, *inputs: Path | str | None) -> None:
+    """Raise an error if the file cannot be written, or is one that the command reads or keeps for later."""
+    check_destination(path)
+    if any(path.resolve() == Path(other).resolve() for other in inputs if other is not None):
+        raise ValueError(message("output", "a file of its own", f"{path}, which is given for something else as well"))
+
+
+def check_creatable(path: Path) -> None:
+    """Raise an error if the file cannot be written, even with the folders created that it is to be in."""
+    first = path.absolute()
+    while not first.parent.exists():
+        first = first.parent
+    if not first.parent.is_dir():
+        raise NotADirectoryError(f"{first.parent} is a file; name a folder to write to.")
+    check_destination(first)

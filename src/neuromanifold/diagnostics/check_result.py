@@ -64,8 +64,8 @@ class Check:
         p, count = self.exact.provenance, f"{self.exact.count} samples in {self.exact.provenance.batches} batches"
         title = f"Check of {p.model} on {count}; forward + backward take {1e3 * self.backward_seconds:.3g} ms"
         table = text_table(_HEADER, [_check_cells(row) for row in self.rows], left=2)
-        said = [line for note in (*self.notes, self.verdict) for line in textwrap.wrap(note, 110)]
-        return "\n".join([title, table, *_NOTES, "", *said])
+        lines = [line for note in (*self.notes, self.verdict) for line in textwrap.wrap(note, 110)]
+        return "\n".join([title, table, *_NOTES, "", *lines])
 
     __repr__ = __str__
 
@@ -79,9 +79,9 @@ def verdict(rows: Sequence[CheckRow], reference_error: float) -> str:
     """
     if math.isnan(rows[0].trace_ratio):
         return "The Fisher information is zero in every entry: the model's outputs do not depend on these parameters."
-    said = [*_recommendation(rows, reference_error), *_per_sample_or_batch(rows)]
-    said += [text for row in rows if (text := _warning(row))]
-    return " ".join([*said, *_error_bars(rows)])
+    sentences = [*_recommendation(rows, reference_error), *_per_sample_or_batch(rows)]
+    sentences += [text for row in rows if (text := _warning(row))]
+    return " ".join([*sentences, *_error_bars(rows)])
 
 
 def _recommendation(rows: Sequence[CheckRow], reference_error: float) -> list[str]:
@@ -92,19 +92,19 @@ def _recommendation(rows: Sequence[CheckRow], reference_error: float) -> list[st
     good = single is not None and single.relmae_positive <= GOOD
     best = single if good else _cheapest(random)
     assert best is not None
-    said = []
+    sentences = []
     if exact.target == "exact" and exact.time <= 1.5 * best.time:
-        said.append(f"{exact.name} takes {_times(exact)} here: use it.")
+        sentences.append(f"{exact.name} takes {_times(exact)} here: use it.")
         best = exact
     elif best.relmae_positive < ROUNDING:
-        said.append(f"{best.name} is exact here, at {_times(best)}: use it.")
+        sentences.append(f"{best.name} is exact here, at {_times(best)}: use it.")
     else:
-        said.append(_within(best, reference_error) + (": use it." if best.relmae_positive <= GOOD else "."))
+        sentences.append(_within(best, reference_error) + (": use it." if best.relmae_positive <= GOOD else "."))
     if single is not None and single is not best and not good:
-        said.append(f"In a single pass, {_within(single, reference_error)}.")
+        sentences.append(f"In a single pass, {_within(single, reference_error)}.")
     if single is not None and not good:
-        said.append("Over m times as many batches that is 1/√m as much.")
-    return said
+        sentences.append("Over m times as many batches that is 1/√m as much.")
+    return sentences
 
 
 def _cheapest(rows: Sequence[CheckRow]) -> CheckRow | None:

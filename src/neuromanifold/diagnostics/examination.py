@@ -1,7 +1,7 @@
 """What forward passes and a verified run say about a model and some batches, in numbers and in words.
 
-first(problem, n)     the first n batches, and whether a second pass over the data gives the same ones
-examine(problem)      how each parameter is done and why, what the loop warns about, what the outputs depend on
+first_batches(problem, n)    the first n batches, and whether a second pass over the data gives the same ones
+examine(problem)             how each parameter is done and why, what the loop warns about, what the outputs depend on
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Examination:
-    """What is known about a model before anything is measured."""
+    """What is known about a model before any estimator runs."""
 
     sizes: tuple[Sizes, ...]  # of each batch
     granularity: dict[str, str]  # of each parameter: "sample" or "batch"
@@ -55,7 +55,7 @@ class Examination:
     verified: int  # batches on which per-sample gradients were compared with autograd's
     depends: frozenset[str]  # parameters that the outputs depend on
     repeats: bool  # whether two evaluations agree
-    apart: bool | None  # whether samples leave each other alone; None: that could not be found out
+    apart: bool | None  # whether samples leave each other alone; None: not known
     notes: tuple[str, ...]
 
     @property
@@ -64,7 +64,7 @@ class Examination:
         return bool(self.reasons)
 
 
-def first(problem: Problem, batches: int) -> tuple[Problem, str]:
+def first_batches(problem: Problem, batches: int) -> tuple[Problem, str]:
     """The problem with its first batches as data, on its device, and a note if another pass over the data differs."""
     note = ""
     with problem.session():
@@ -87,14 +87,14 @@ def first(problem: Problem, batches: int) -> tuple[Problem, str]:
 
 
 def as_item(batch: Batch) -> object:
-    """A batch as data yield it."""
+    """Return a batch in the form in which data yield it: (inputs, labels)."""
     return (batch.kwargs if batch.kwargs and not batch.args else batch.args, batch.labels)
 
 
 def examine(problem: Problem, seed: int = 0) -> Examination:
     """Evaluate all batches, compare some evaluations of the first, and run the loop once with random probes."""
     names, sizes, depends = list(problem.parameters), [], set[int]()
-    repeats, apart, said, reasons = True, None, "", dict[int, str]()
+    repeats, apart, note, reasons = True, None, "", dict[int, str]()
     validation, examined = problem.validation(), False
     with problem.session():
         for batch in problem.batches():
@@ -102,16 +102,16 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
             sizes.append(_sizes(outputs, problem.distributions(outputs, validation, labels=False).core.rank))
             if len(outputs.logits) and not examined:
                 examined = True
-                repeats, apart, said = _evaluations(problem, batch, outputs)
+                repeats, apart, note = _compare_evaluations(problem, batch, outputs)
                 reasons = _reasons(problem, batch, repeats, apart is not False)
             depends |= Reference.of(outputs.logits, list(problem.parameters.values())).gradients.keys()
     validation.flush()
-    counts, heard = _verified_run(problem, seed)
+    counts, warned = _verified_run(problem, seed)
     methods = dict(zip(names, counts.methods, strict=True))
-    whole = {name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] != "sample"}
-    notes = [*filter(None, [said]), *heard, *_notes_on_methods(methods, whole, counts)]
+    per_batch = {name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] != "sample"}
+    notes = [*filter(None, [note]), *warned, *_notes_on_methods(methods, per_batch, counts)]
     used = frozenset(names[i] for i in depends)
-    return Examination(tuple(sizes), methods, whole, counts.verified, used, repeats, apart, tuple(notes))
+    return Examination(tuple(sizes), methods, per_batch, counts.verified, used, repeats, apart, tuple(notes))
 
 
 def _sizes(outputs: Outputs, columns: int) -> Sizes:
@@ -122,7 +122,7 @@ def _sizes(outputs: Outputs, columns: int) -> Sizes:
     return Sizes(len(logits), columns, positions, outputs.labels is not None)
 
 
-def _evaluations(problem: Problem, batch: Batch, outputs: Outputs) -> tuple[bool, bool | None, str]:
+def _compare_evaluations(problem: Problem, batch: Batch, outputs: Outputs) -> tuple[bool, bool | None, str]:
     """Whether the model repeats itself, whether samples leave each other alone, and a note where that is not so."""
     if not same_logits(problem, problem.outputs(batch).logits, outputs.logits, outputs.valid):
         kind = type(problem.model).__name__
@@ -164,11 +164,11 @@ def _reasons(problem: Problem, batch: Batch, repeats: bool, apart: bool) -> dict
 def _verified_run(problem: Problem, seed: int) -> tuple[Counts, list[str]]:
     """One run of the loop with one random probe, and what it warns about."""
     settings = Settings.of(Hutchinson(), "auto", seed)
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         counts = run(problem, settings, TraceSums(settings.estimator.noise_factor))
-    ours = [one for one in heard if issubclass(one.category, SuspiciousInputWarning)]
-    for other in heard:
+    ours = [one for one in caught if issubclass(one.category, SuspiciousInputWarning)]
+    for other in caught:
         if other not in ours:
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     return counts, [str(one.message) for one in ours]

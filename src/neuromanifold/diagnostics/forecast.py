@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,17 +23,17 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.diagnostics import memory
 from neuromanifold.diagnostics.memory import PeakMemory
+from neuromanifold.diagnostics.runs import expected_warnings_ignored
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.problem.batches import model_device, tensors_in
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
 from neuromanifold.run.fisher import diagonal_of
-from neuromanifold.run.granularity import Granularity, SlowPathWarning
+from neuromanifold.run.granularity import Granularity
 from neuromanifold.run.loop import CudaGraphs, LoopOptions
 from neuromanifold.run.step import Settings
 
@@ -46,7 +45,7 @@ _HEADER = 2**12  # bytes of a file, about, for names and provenance
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take.  Prints as a table."""
+    """Time, memory and file size of a run.  Prints as a table."""
 
     model: str
     estimator: str
@@ -54,12 +53,12 @@ class Forecast:
     batches: int | None  # of the data, where their number is known
     samples: float  # of a batch
     passes: float  # backward passes for each batch
-    seconds_first: float  # the first batch, with all that is found out or compiled only once
+    seconds_first: float  # the first batch, with verification and all that is compiled once
     seconds_waiting: float  # for the data of a batch
     seconds_working: float  # on a batch
     memory: int  # bytes of tensors on the device, at the most; on a CPU the allocator may hold three times as many
     file: int  # bytes of the result's file; a checkpoint has about as many
-    measured: int  # batches that this is taken from
+    measured: int  # batches that were run for this
 
     @property
     def seconds_per_batch(self) -> float:
@@ -112,27 +111,25 @@ def forecast(
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings = Settings.of(Hutchinson() if estimator is None else estimator, granularity, 0)
-    clock = _Clock(problem.device)
+    timer = _BatchTimer(problem.device)
 
     def run(items: Iterable[object]) -> DiagonalFisher:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SlowPathWarning)
-            warnings.simplefilter("ignore", SuspiciousInputWarning)
+        with expected_warnings_ignored():
             return diagonal_of(replace(problem, data=items), settings, LoopOptions(cuda_graphs=cuda_graphs))
 
-    result = run(clock.timed(islice(data, batches)))
+    result = run(timer.timed(islice(data, batches)))
     p = result.provenance
     return Forecast(
         model=p.model,
         estimator=p.estimator,
         device=p.device,
-        batches=_length(data),
+        batches=number_of_batches(data),
         samples=result.count / p.batches,
         passes=p.passes / p.batches,
-        seconds_first=clock.waiting[0] + clock.working[0],
-        seconds_waiting=median(clock.waiting[1:] or clock.waiting),
-        seconds_working=median_low(clock.working[1:] or clock.working),  # of two, the one that is not verified
-        memory=clock.peak(run),
+        seconds_first=timer.waiting[0] + timer.working[0],
+        seconds_waiting=median(timer.waiting[1:] or timer.waiting),
+        seconds_working=median_low(timer.working[1:] or timer.working),  # of two, the one that is not verified
+        memory=timer.peak(run),
         file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
         measured=p.batches,
     )
@@ -153,11 +150,11 @@ def largest_batch(
     def attempt(size: int) -> bool:
         nonlocal fastest
         _clean(device)
-        there = memory.free(device)
+        available = memory.free(device)
         found = forecast(model, make_data(size), batches=3, **options)
         seconds, slowest = found.seconds_working / found.samples, _GAIN * fastest
         fastest = min(fastest, seconds)
-        return (there is None or found.memory <= _ROOM * there) and seconds <= slowest
+        return (available is None or found.memory <= _ROOM * available) and seconds <= slowest
 
     best = memory.largest_that_fits(attempt, most)
     _clean(device)
@@ -167,8 +164,8 @@ def largest_batch(
     return best
 
 
-class _Clock:
-    """Looks at the time between batches."""
+class _BatchTimer:
+    """Seconds spent waiting for each batch and working on it, and the memory that the largest one takes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -178,7 +175,7 @@ class _Clock:
         self._largest = -1
 
     def timed(self, items: Iterable[object]) -> Iterator[object]:
-        """Batches, as long as they do not take long."""
+        """Yield the items and take the time, until all together have taken more than `_LONG` seconds."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start = self._now()
@@ -193,16 +190,16 @@ class _Clock:
                 return
 
     def peak(self, run: Callable[[Iterable[object]], object]) -> int:
-        """Bytes at the most: those of the batches so far on a GPU, else those of the largest one, done again."""
+        """Peak memory in bytes: of the batches so far on a GPU, else of the largest one, run again."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        found = PeakMemory()
-        with found, suppress(ValueError):  # none of its samples counts: all has been done by then
+        memory_mode = PeakMemory()
+        with memory_mode, suppress(ValueError):  # none of its samples counts: the batch has run by then
             run([self.item] * (3 if self.working[0] < _LONG else 1))  # the third is verified with all sums there
-        return found.most
+        return memory_mode.most
 
     def _remember(self, item: object) -> None:
-        """The batch with the most numbers."""
+        """Keep the batch with the most numbers, for `peak`."""
         numbers = sum(tensor.numel() for tensor in tensors_in(item))
         if numbers > self._largest and self.device.type != "cuda":
             self.item, self._largest = item, numbers
@@ -213,14 +210,15 @@ class _Clock:
         return time.perf_counter()
 
 
-def _length(data: object) -> int | None:
+def number_of_batches(data: object) -> int | None:
+    """Return the length of the data; None where it is not known before the end, as of a generator."""
     with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
         return len(data) if isinstance(data, Sized) else None
     return None
 
 
 def _clean(device: torch.device) -> None:
-    """Give back what an attempt has left: otherwise the next one has less room."""
+    """Free what an attempt has left: otherwise the next one has less memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""How much memory is taken, and how much there is."""
+"""Peak memory of a run on a CPU, free memory of a device, and the largest batch size that fits into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of all tensors that operations inside have made or looked at: at the moment, and at the most.
+    """Bytes of all tensors that operations inside have returned: at the moment, and at the most.
 
     For a CPU, where torch keeps no account.  The system's allocator may hold up to about three times as much, since
     what is free is in pieces.
@@ -28,50 +28,50 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do it, and take note of what came of it."""
+        """Run an operation, and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._take(leaf.untyped_storage())
+                self._count(leaf.untyped_storage())
         return result
 
-    def _take(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
 
-        def gone(_: object) -> None:
+        def freed(_: object) -> None:
             self.now -= size
             self._known.pop(key, None)
 
-        self._known[key] = weakref.ref(storage, gone)
+        self._known[key] = weakref.ref(storage, freed)
         self.now += size
         self.most = max(self.most, self.now)
 
 
 def free(device: torch.device) -> int | None:
-    """Bytes that a run may have, with what this process's tensors have already; None if nobody knows."""
+    """Bytes that a run may use, those reserved by this process included; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return min(filter(None, (_of_the_machine(), _of_the_container())), default=None)
+    return min(filter(None, (_machine_memory(), _container_memory())), default=None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """As CUDA, Python, and torch on a CPU say it."""
-    said = isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in ("out of memory", "can't allocate memory", "not enough memory")
+    """Whether an error of CUDA, Python, or torch on a CPU is about memory."""
+    worded = isinstance(error, RuntimeError) and any(
+        phrase in str(error).lower() for phrase in ("out of memory", "can't allocate memory", "not enough memory")
     )
-    return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return worded or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def _of_the_machine() -> int | None:
+def _machine_memory() -> int | None:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
     return None
 
 
-def _of_the_container() -> int | None:
+def _container_memory() -> int | None:
     folder = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no such limit, or "max"
         return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())

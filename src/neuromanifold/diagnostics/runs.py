@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from neuromanifold.diagnostics.check_result import CheckRow
 from neuromanifold.estimators import Estimator
+from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.results import Comparison, DiagonalFisher
-from neuromanifold.run.granularity import Granularity
+from neuromanifold.run.granularity import Granularity, SlowPathWarning
 
 EPSILON = 1e-12  # the paper's, added to the exact value that an error is divided by
 
@@ -94,6 +97,15 @@ def coverage(result: DiagonalFisher, reference: DiagonalFisher) -> float:
         inside += float(((error <= allowed) & (truth > 0)).sum())
         entries += int((truth > 0).sum())
     return inside / entries if entries else 1.0
+
+
+@contextmanager
+def expected_warnings_ignored() -> Iterator[None]:
+    """Ignore warnings of slow paths and suspicious inputs: the run they are for is to be measured, not done."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPathWarning)
+        warnings.simplefilter("ignore", SuspiciousInputWarning)
+        yield
 
 
 def timed(device: torch.device, job: Callable[[], T]) -> tuple[T, float]:

@@ -36,6 +36,9 @@ class Estimator(ABC):
     noise_factor: ClassVar[float] = 0.0
     """c such that c·E[g⁴] is (at least) the variance of the square g² of one pass: 0 where nothing is random."""
 
+    window: int = 1
+    """How many batches are planned together."""
+
     @abstractmethod
     def passes(self, core: Core) -> int:
         """How many backward passes a batch takes."""

@@ -23,7 +23,14 @@ from neuromanifold.estimators.envelopes import (
     factor_mixer,
     factor_size,
 )
-from neuromanifold.estimators.orthogonal import orthonormal_noise, own_columns, own_passes, random_signs, remainder
+from neuromanifold.estimators.orthogonal import (
+    all_the_rest,
+    leading_columns,
+    orthonormal_noise,
+    own_passes,
+    random_signs,
+    remainder,
+)
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Probe
 
@@ -52,8 +59,9 @@ class Hutchinson(Estimator):
       Random signs come in pairs of probes that have no noise for an entry that depends on a single inner axis, like
       independent signs; a probe without a partner (m or d odd) adds at most F²/2m² for such an entry.
     * `deflate=k` with two or more orthogonal probes gives leading eigenvectors passes of their own, which have no class
-      noise, and the other passes share what is left.  It is done for those (at most k, at most m - 1) with more
-      than 1/(2m-1) of the trace on average over the batch: for near-uniform predictions none of them is worth a pass.
+      noise, and the other passes share what is left.  How many of them (at most k, at most m - 1) is decided for the
+      batch by the predicted noise (`remaining_noise`): for near-uniform predictions none is worth a pass.  Where a
+      single pass is left, further eigenvectors have signs of their own in it, as in a single deflated probe.
       `bounds.orthogonal_variance` is the exact variance.
     * `orthogonal=False` draws independent probes, with 1/m of the variance of one.  Where whole batches are squared
       (`granularity="batch"`), this is done in any case: cross terms between samples are most of the noise there, and
@@ -127,7 +135,7 @@ class Hutchinson(Estimator):
         Hartley's columns the variance of m passes (`bounds.orthogonal_probe_variance`) and their fourth powers are
 
             Var = (2/m) (d-m)/(d-1) f + (η/2m²)(κ - 3f/(d-1)),              0 <= η <= 1,
-            E[Σ g⁴] = (1/m) (3f + κ + e(κ - 3f/(d-1))),                     0 <= e <= 1/2, and η = 2e if m = 1.
+            E[Σ g⁴] = (1/m) (3f + κ + e(κ - 3f/(d-1))),                     0 <= e <= 1/2, and η = e = 0 if m = 1.
 
         So Var <= (2/3) (d-m)/(d-1) E[Σ g⁴]: both sides are linear in f, and m(d-m) >= d-1 shows it for f = 0 and for
         f = (d-1)κ.  For a uniformly random frame Var = 2F² (d-m)/(m(d+2)) and E[Σ g⁴] = 3d F²/(m(d+2)), whose ratio is
@@ -193,10 +201,13 @@ class Hutchinson(Estimator):
             return
         m = self.probes
         if self.envelope is None:
-            scaled = own_columns(core, self._eigenpairs, self.probes)  # [..., k, C]
-            yield from scaled.unbind(-2)
-            noise_dim, mix = remainder(core, scaled)
-            m -= scaled.shape[-2]
+            own, signed = leading_columns(core, self._eigenpairs, m)  # [..., k, C]
+            yield from own.unbind(-2)
+            m -= own.shape[-2]
+            if m == 1 and self.noise == "rademacher":
+                yield all_the_rest(core, own, signed, generator)
+                return
+            noise_dim, mix = remainder(core, own)
         else:
             noise_dim, mix = factor_mixer(core, self.envelope)
         for h in orthonormal_noise(core, noise_dim, m, self.noise, generator):

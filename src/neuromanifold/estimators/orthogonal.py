@@ -34,50 +34,68 @@ ORDERS_OF_THEIR_OWN = 256
 """Up to so many dimensions each distribution has a random order of the axes to itself."""
 
 
+def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: int) -> Tensor:
+    """Predict the noise of m passes if 0, 1, ... leading eigenvectors have passes of their own, [..., own].
+
+    `values`: λ [..., k].  With R = Σ λ and Q = Σ λ² over those that share the other m' passes in d' dimensions,
+
+        S² = (d' - m')/(m' (d' - 1)) (R² - Q),
+
+    which is half the variance of an entry (`bounds.orthogonal_probe_variance`) on average over directions of J, where
+    the axes are eigenvectors.  One pass at least is for the rest.
+    """
+    values = values[..., : min(values.shape[-1], d)].double()
+    k = values.shape[-1]
+    last = values[..., -1] if k else trace.double()
+    rest = (trace.double() - values.sum(-1)).clamp(min=0).minimum((d - k) * last)  # R after all k
+    squares = (squared_norm.double() - values.square().sum(-1)).clamp(min=0).minimum(last * rest)  # Q
+    products = [(rest.square() - squares).clamp(min=0)]
+    for i in reversed(range(k)):  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
+        products.append(products[-1] + 2 * rest * values[..., i])
+        rest = rest + values[..., i]
+    own = torch.arange(min(k, m - 1) + 1, device=values.device)
+    noise = torch.stack(products[::-1], -1)[..., : len(own)]
+    return noise * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
+
+
 class Leading(NamedTuple):
-    """The leading eigenpairs of every distribution, and the share λ_i/tr M of each on average over the batch."""
+    """The leading eigenpairs of every distribution, and how many of them get passes of their own."""
 
     spectrum: Spectrum
-    shares: list[float]  # [k], descending
+    own: int
 
 
-def leading(core: Core, k: int) -> Leading:
-    """The k >= 1 leading eigenpairs and their shares, kept on the core: computed once, read back from a GPU once.
+def leading(core: Core, k: int, passes: int) -> Leading:
+    """The k >= 1 leading eigenpairs, and how many of them get one of so many passes for themselves.
 
-    Distributions without any information (tr M = 0) have no share and do not count; an empty batch has shares of 0.
-    What was found under torch.no_grad() is kept apart, since it cannot be differentiated.
+    That is decided for the whole batch, by the predicted noise, and kept on the core: computed once, read back from a
+    GPU once.  What was found under torch.no_grad() is kept apart, since it cannot be differentiated.
     """
-    kept: dict[tuple[int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
-    key = k, torch.is_grad_enabled()
+    kept: dict[tuple[int, int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
+    key = k, passes, torch.is_grad_enabled()
     if key not in kept:
-        spectrum, trace = core.spectrum(k), core.trace().detach()
-        shares = divide(spectrum.values.detach(), trace[..., None]).double().reshape(-1, k).sum(0)
-        kept[key] = Leading(spectrum, (shares / (trace > 0).sum().clamp(min=1)).tolist())
+        spectrum = core.spectrum(k)
+        with torch.no_grad():
+            noise = remaining_noise(spectrum.values, core.trace(), core.squared_norm(), core.rank, passes)
+        total = noise.reshape(-1, noise.shape[-1]).sum(0).nan_to_num(0.0).tolist()
+        kept[key] = Leading(spectrum, total.index(min(total)))
     return kept[key]
 
 
 def own_passes(core: Core, k: int, passes: int) -> int:
-    """How many of the k leading eigenvectors get one of so many passes for themselves: where it pays for the batch.
+    """How many of the k leading eigenvectors get one of so many passes for themselves: where it pays for the batch."""
+    return leading(core, min(k, core.rank), passes).own if k else 0
 
-    Let F_1 be an eigenvector's part of an entry and F_2 the rest.  With a pass of its own the variance is 2F_2²/(m-1),
-    without one it is (2F_2² + 4F_1F_2)/m.  So it pays where F_1/(F_1 + F_2) exceeds 1/(2m-1).  That ratio differs from
-    entry to entry, whereas a pass is for all of them: the mean share λ_1/tr M stands for it.  One pass at least is for
-    the rest.
+
+def leading_columns(core: Core, k: int, passes: int) -> tuple[Tensor, Tensor]:
+    """√λ_i v_i of the eigenvectors that have passes of their own, and of those that have signs of their own, [..., C].
+
+    The latter only if a single pass is left for all the rest: with signs along eigenvectors it has the least noise.
     """
-    k = min(k, passes - 1)
-    return sum(share > 1 / (2 * passes - 1) for share in leading(core, k).shares) if k else 0
-
-
-def own_columns(core: Core, k: int, passes: int) -> Tensor:
-    """√λ_i v_i of the eigenvectors that have passes of their own, [..., own_passes, C]."""
-    return leading_columns(core, min(k, passes - 1))[..., : own_passes(core, k, passes), :]
-
-
-def leading_columns(core: Core, k: int) -> Tensor:
-    """√λ_i v_i of the k leading eigenpairs, [..., k, C]; k may be 0.  O(kC)."""
-    if not k:
-        return torch.zeros((*core.batch_shape, 0, core.dim), dtype=core.dtype, device=core.device)
-    return leading(core, k).spectrum.factor()
+    own = own_passes(core, k, passes)
+    empty = torch.zeros((*core.batch_shape, 0, core.dim), dtype=core.dtype, device=core.device)
+    columns = leading(core, min(k, core.rank), passes).spectrum.factor() if k else empty
+    return columns[..., :own, :], columns[..., own:, :] if passes - own == 1 else empty
 
 
 def remainder(core: Core, scaled: Tensor) -> Mixer:
@@ -96,6 +114,16 @@ def remainder(core: Core, scaled: Tensor) -> Mixer:
         directions = torch.cat([roots, directions], dim=-2)
     basis = complement(directions)
     return Mixer(core.dim - directions.shape[-2], lambda h: core.factor(basis(h)))
+
+
+def all_the_rest(core: Core, own: Tensor, signed: Tensor, generator: torch.Generator) -> Tensor:
+    """One probe for all but the eigenvectors with passes of their own: Σ ±√λ_i v_i, and random signs for what is left.
+
+    So it has the noise of white noise along eigenvectors, but for the smallest ones.
+    """
+    probe = (random_signs(core, signed.shape[-2], generator)[..., None] * signed).sum(-2)
+    noise_dim, mix = remainder(core, torch.cat([own, signed], dim=-2))
+    return probe + mix(random_signs(core, noise_dim, generator)) if noise_dim else probe
 
 
 def orthonormal_noise(

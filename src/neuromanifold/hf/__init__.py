@@ -7,8 +7,7 @@ nm.fisher_diagonal(loaded.module, data, likelihood=loaded.likelihood)
 transformers, datasets and peft are imported by the functions that need them, never with this package.
 """
 
-from neuromanifold.hf.batches import FunctionData, LoadedData
-from neuromanifold.hf.data import load_data
+from neuromanifold.hf.data import FunctionData, LoadedData, load_data
 from neuromanifold.hf.errors import LabelError, LoadError
 from neuromanifold.hf.models import LoadedModel, Task, check_model_source, load_model
 from neuromanifold.hf.tables import check_data_source

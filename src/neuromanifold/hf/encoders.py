@@ -27,9 +27,9 @@ _UINT16_SCALE = 257  # 65535 / 255
 
 Values = dict[str, list[Any]]  # by role: text, image, label, ...
 Encode = Callable[[Values, list[int]], dict[str, Tensor]]
+"""From the values of some rows, and the rows' numbers for messages, to the model's inputs."""
 
-
-_AUTO = {  # named by module: some versions export the second one only where torchvision is installed
+_PROCESSORS = {  # named by module: some versions export the second one only where torchvision is installed
     "tokenizer": ("tokenization_auto", "AutoTokenizer"),
     "image processor": ("image_processing_auto", "AutoImageProcessor"),
     "feature extractor": ("feature_extraction_auto", "AutoFeatureExtractor"),
@@ -39,7 +39,7 @@ _AUTO = {  # named by module: some versions export the second one only where tor
 def load_processor(model: LoadedModel, noun: str) -> Any:
     """Load the model's tokenizer, image processor or feature extractor by the Auto class of transformers."""
     require("transformers", "hf", f"A model's {noun}")
-    module, auto = _AUTO[noun]
+    module, auto = _PROCESSORS[noun]
     advice = "Save one there with save_pretrained, or name its folder with --processor."
     if model.processor is None:
         raise LoadError(f"No {noun} is known for {model.about}. Name its folder with --processor.")
@@ -222,13 +222,13 @@ def image_encoder(model: LoadedModel) -> Encode:
 
 
 def _open_image(image: Any, mode: str, row: int) -> Any:
-    pillow, datasets = require("PIL.Image", "hf", "An image"), None
+    pillow = require("PIL.Image", "hf", "An image")
     try:
         if isinstance(image, np.ndarray):
             opened = pillow.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
         else:
-            datasets = require("datasets", "hf", "An image file")
-            opened = datasets.Image().decode_example(_file(image))  # turns photos as their EXIF data say
+            decoder = require("datasets", "hf", "An image file").Image()
+            opened = decoder.decode_example(_file(image))  # rotates photos as their EXIF data say
         if opened.mode.startswith("I;16"):
             opened = pillow.fromarray((np.asarray(opened) / _UINT16_SCALE).round().astype(np.uint8))
         if opened.mode in ("I", "F"):

@@ -193,15 +193,9 @@ def _from_pretrained(
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        new = sorted(
-            {
-                *info["missing_keys"],
-                *(
-                    entry if isinstance(entry, str) else entry[0]  # with both shapes since transformers 5
-                    for entry in info["mismatched_keys"]
-                ),
-            }
-        )
+        # since transformers 5, mismatched keys come with both shapes
+        mismatched = (entry if isinstance(entry, str) else entry[0] for entry in info["mismatched_keys"])
+        new = sorted({*info["missing_keys"], *mismatched})
         in_adapter = _adapter_parameters(adapter) if adapter is not None else set()
         _check_initialized(source, module, [name for name in new if name not in in_adapter], task, classes)
         if adapter is not None:

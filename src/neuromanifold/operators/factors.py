@@ -1,29 +1,37 @@
-"""`fisher_factors`: the gradients of probes themselves, F = Σ g gᵀ."""
+"""`fisher_factors`: the gradients of probes themselves, F = Σ_r g_r g_rᵀ: low rank, and everything in closed form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+import math
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import Literal
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message, one_of, promoted
+from neuromanifold.core.checks import finite_number, integer_in_range, message, one_of, promoted
 from neuromanifold.estimators import Estimator, Hutchinson
-from neuromanifold.operators.factors_result import FisherFactors
-from neuromanifold.operators.layout import ParameterLayout
+from neuromanifold.operators.krylov import Eigenpairs, times
+from neuromanifold.operators.layout import ParameterLayout, V
+from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
-from neuromanifold.results.trace import check_reduction
+from neuromanifold.results.files import reads
+from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import LoopOptions, run
 from neuromanifold.run.step import Settings
 
 GIB = 2**30
+_PIECE = 2**24  # numbers that are converted at a time
 
 
 @torch.inference_mode(mode=False)
@@ -49,25 +57,11 @@ def fisher_factors(
 
     Arguments as in `fisher_diagonal`, and:
 
-    Args:
-        model: nothing of it is changed.
-        data: an iterable of batches.
-        estimator: whose gradients; `nm.Hutchinson()` unless given.
-        granularity: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
-            one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
-        likelihood: what the outputs mean.
-        parameters: which.
-        reduction: "mean" (per sample) or "sum" (over samples): only a view.
-        dtype: of the rows that are kept: float32, float64, bfloat16 or float16.
-        device: where they are kept; the model's unless given.
-        max_bytes: refuse to keep more than that, as soon as it can be told.
-        seed: random seed of the probes.
-        progress: show a progress bar on standard error.
-        class_dim: which dimension of the logits holds the classes.
-        batch_dim: which dimension of inputs and of logits holds the samples.
-        ignore_index: positions with this label do not count, nor samples without any other.
-        label_key: where a batch that is a dict has its labels.
-
+    - `granularity`: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
+      one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
+    - `dtype` and `device` of the rows that are kept: float32, float64, bfloat16 or float16, on the model's device
+      unless given.
+    - `max_bytes`: refuse to keep more than that, as soon as it can be told.
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(granularity, "granularity", "batch", "sample")
@@ -104,10 +98,7 @@ class _KeptRows:
     def take(self, rows: Tensor) -> None:
         """Keep rows [n, P], in the wanted dtype."""
         self._count += len(rows)
-        kept = rows.to(self._rows[0])
-        if kept.dtype == torch.float16:
-            _check_range(rows, kept)
-        self._rows.append(kept)
+        self._rows.append(_in_range(rows.to(self._rows[0]), rows))
 
     def whole(self) -> Tensor:
         """Return all rows as one tensor [r, P]."""
@@ -128,9 +119,226 @@ class _KeptRows:
         raise ValueError(message("max_bytes", "enough for all rows", got, advice))
 
 
-def _check_range(rows: Tensor, kept: Tensor) -> None:
-    """Raise if gradients leave the range of float16, which is about 1e-7 to 65,504."""
-    before, after = (float(torch.linalg.vector_norm(values, dtype=torch.float32)) for values in (rows, kept))
-    if not 0.99 * before <= after <= 1.01 * before:
-        got = f"gradients of length {before:.3g} that are of length {after:.3g} in float16"
-        raise ValueError(message("dtype", "one with room for the gradients", got, "Use torch.bfloat16."))
+def _in_range(converted: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
+    """Return converted rows; raise if float16, of 6e-8 to 65,504, has lost a hundredth of `factor` times `rows`."""
+    if converted.dtype != torch.float16 or (rows.dtype == torch.float16 and factor == 1.0):
+        return converted
+    size = lost = 0.0
+    step = max(1, _PIECE // max(1, rows.shape[1]))
+    for new, old in zip(torch.split(converted, step), torch.split(rows, step), strict=True):
+        exact = factor * old.float()
+        size = math.hypot(size, float(torch.linalg.vector_norm(exact)))
+        lost = math.hypot(lost, float(torch.linalg.vector_norm(exact - new.to(exact.device))))
+    if not lost <= 0.01 * size:
+        got = f"torch.float16, which loses {lost:.3g} of gradients of length {size:.3g}"
+        raise ValueError(message("dtype", "one that can hold the gradients", got, "Use torch.bfloat16."))
+    return converted
+
+
+class FisherFactors(StoredMetric):
+    """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P].
+
+    With unbiased probes E[F] is the Fisher information, though its rank is r; with `nm.Exact()` and a row for each
+    sample it is the Fisher information itself.  Products, entries, norms, the spectrum and damped solutions come from G
+    and from the small r×r matrix G Gᵀ, which is stored in float64.
+    """
+
+    def __init__(
+        self, rows: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction = "mean"
+    ) -> None:
+        self.rows = rows
+        super().__init__(rows, layout, count, provenance, reduction)
+
+    @property
+    def rank(self) -> int:
+        """r, the number of gradients: F has at most this rank."""
+        return len(self.rows)
+
+    # ------------------------------------------------------------------------------------------------ parts of F
+
+    def entries(self, i: Tensor, j: Tensor) -> Tensor:
+        """F_ij for flat indices i and j of the same shape (`layout.slices` says where each parameter lies)."""
+        if i.shape != j.shape:
+            raise ValueError(message("j", f"of i's shape {list(i.shape)}", f"shape {list(j.shape)}"))
+        for index, name in ((i, "i"), (j, "j")):
+            if index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.layout.size):
+                raise ValueError(message(name, f"between 0 and {self.layout.size - 1}", "indices outside of that"))
+        left, right = (self.rows[:, index.to(self.device).flatten()].to(self.precision) for index in (i, j))
+        return ((left * right).sum(0) / self._divisor).view(i.shape)
+
+    def block(self, name: str, other: str | None = None) -> Tensor:
+        """The dense block [P_name, P_other] of F, a diagonal block unless `other` is given."""
+        left, right = (self._columns(n).to(self.precision) for n in (name, name if other is None else other))
+        return times(left.mT, right) / self._divisor
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the diagonal entries F_ii by parameter name."""
+        total = torch.zeros(self.layout.size, dtype=self.precision, device=self.device)
+        for _, piece in self._pieces(self.precision):
+            total += piece.square().sum(0)
+        return self.layout.split(total / self._divisor)
+
+    def filter(self, *patterns: str) -> FisherFactors:
+        """F over the parameters whose names match one of the patterns, such as "encoder.*"."""
+        names = [name for name in self.layout.shapes if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not names:
+            some = ", ".join(list(self.layout.shapes)[:3])
+            raise ValueError(message("patterns", f"matched by a parameter, such as {some}", str(patterns)))
+        rows = torch.cat([self._columns(name) for name in names], 1)
+        layout = ParameterLayout({name: self.layout.shapes[name] for name in names})
+        return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
+
+    # ------------------------------------------------------------------------------------------------ spectrum
+
+    @property
+    def trace(self) -> TraceEstimate:
+        """tr F = Σ_r ‖g_r‖².  Its standard error is an upper bound, √(c Σ_r ‖g_r‖⁴), c = `provenance.noise_factor`."""
+        squares = [piece.square().sum(1) for _, piece in self._pieces(torch.float64)]
+        total, fourth = (sum(float((value**power).sum()) for value in squares) for power in (1, 2))
+        noise = math.sqrt(self.provenance.noise_factor * fourth) if self.provenance.seeds else 0.0
+        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction)
+
+    @property
+    def frobenius_norm(self) -> float:
+        """The Frobenius norm of F, which is that of G Gᵀ."""
+        return float(torch.linalg.vector_norm(self._spectrum)) / self._divisor
+
+    def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
+        """The k largest eigenvalues, their vectors [P, k] and residuals: v = Gᵀu/√λ for eigenvectors u of G Gᵀ.
+
+        Beyond the rank of G, where these say nothing, by the iteration of `Metric.eigenpairs`.
+        """
+        k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
+        if self.rank > self.layout.size or k > self.rank:
+            return super().eigenpairs(k, tol, maxiter, seed)
+        values, left = self._pairs[0][:k], self._pairs[1][:, :k]
+        if not float(values[-1]) > 1e3 * torch.finfo(self.precision).eps * float(values[0]):
+            return super().eigenpairs(k, tol, maxiter, seed)
+        vectors = self._transposed((left / values.sqrt()).to(self.precision))
+        vectors = vectors / torch.linalg.vector_norm(vectors, dim=0)
+        scaled = (values / self._divisor).to(self.precision)
+        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
+        return Eigenpairs(scaled, vectors, residuals, k)
+
+    def log_determinant(self, damping: float) -> float:
+        """log det(F + damping I) = P log(damping) + log det(I + G Gᵀ/damping); half of it is the log volume element."""
+        damping = finite_number(damping, "damping", positive=True)
+        values = self._spectrum / self._divisor
+        return float((values / damping).log1p().sum()) + self.layout.size * math.log(damping)
+
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
+        """x with (F + damping I) x = rhs: (rhs - Gᵀ (damping I + G Gᵀ)⁻¹ G rhs)/damping (Woodbury), refined once.
+
+        In float64, with (damping I + G Gᵀ)⁻¹ from the spectrum of G Gᵀ.  Without damping, or with more rows than
+        parameters, by conjugate gradients with `tol` and `maxiter`.
+        """
+        damping = finite_number(damping, "damping")
+        if not damping or self.rank > self.layout.size:
+            return super().solve(rhs, damping, tol, maxiter)
+        tol = self._tolerance(tol)
+        block, back = self._read(rhs, "rhs")
+        values, left = self._pairs
+        shrunk = 1 / (values.clamp(min=0) + damping * self._divisor)[:, None]
+
+        def woodbury(b: Tensor) -> Tensor:
+            return (b - self._transposed(left @ (shrunk * (left.mT @ self._multiplied(b))))) / damping
+
+        exact = block.double()  # the difference below is mostly much smaller than b
+        x = woodbury(exact)
+        residual = exact - self._scaled(x) - damping * x
+        x = x + woodbury(residual)
+        residual = exact - self._scaled(x) - damping * x
+        sizes = torch.linalg.vector_norm(exact, dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+        residuals = torch.linalg.vector_norm(residual, dim=0) / sizes
+        return self._solution(back(x.to(self.precision)), residuals, tol)
+
+    # ------------------------------------------------------------------------------------------------ as a value
+
+    def __add__(self, other: FisherFactors) -> FisherFactors:
+        if not isinstance(other, FisherFactors):
+            return NotImplemented
+        self.provenance.check_like(other.provenance)
+        if self.layout != other.layout:
+            raise ValueError(message("other", "factors of the same parameters", "factors of other ones"))
+        provenance = self.provenance.plus(other.provenance)
+        rows = torch.cat([self.rows, other.rows.to(self.device)])  # in the wider of both dtypes
+        return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)
+
+    def _times(self, factor: float) -> FisherFactors:
+        root, provenance = math.sqrt(factor), self.provenance.times(factor)
+        rows = _in_range(self.rows * root, self.rows, root)
+        return FisherFactors(rows, self.layout, self.count, provenance, self.reduction)
+
+    def __repr__(self) -> str:
+        size = self.rows.numel() * self.rows.element_size() / 2**20
+        kept = f"{self.rank} gradients of {self.layout.size:,} parameters ({size:.1f} MiB)"
+        return f"{type(self).__name__}({self.reduction}): {kept}, {self.count} samples, {self.provenance.estimator}"
+
+    def to(self, target: torch.device | torch.dtype | str) -> FisherFactors:
+        """The factors on another device, or in another floating-point type."""
+        rows = _in_range(self.rows.to(target), self.rows)
+        return FisherFactors(rows, self.layout, self.count, self.provenance, self.reduction)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
+        self._save(path, "factors", {"rows": self.rows})
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _columns(self, name: str) -> Tensor:
+        return self.rows[:, self.layout.slices[self.provenance.find(name, self.layout.shapes)]]
+
+    def _pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows at a time, converted to `dtype`, and their range."""
+        step = max(1, _PIECE // max(1, self.layout.size))
+        for start in range(0, self.rank, step):
+            rows = slice(start, start + step)
+            yield rows, self.rows[rows].to(dtype)
+
+    def _multiplied(self, block: Tensor) -> Tensor:
+        """Return G B [r, m] for B [P, m]."""
+        if not self.rank:
+            return block.new_zeros(0, block.shape[1])
+        return torch.cat([times(piece, block) for _, piece in self._pieces(block.dtype)])
+
+    def _transposed(self, block: Tensor) -> Tensor:
+        """Return Gᵀ B [P, m] for B [r, m]."""
+        total = block.new_zeros(self.layout.size, block.shape[1])
+        for rows, piece in self._pieces(block.dtype):
+            total += times(piece.mT, block[rows])
+        return total
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self._transposed(self._multiplied(block))
+
+    @cached_property
+    def _gram(self) -> Tensor:
+        """G Gᵀ, or Gᵀ G if that is smaller, in float64; both have the same eigenvalues but for zeros."""
+        if self.rank > self.layout.size:
+            return sum((piece.mT @ piece for _, piece in self._pieces(torch.float64)), self._zeros(self.layout.size))
+        total, step = self._zeros(self.rank), max(1, _PIECE // max(1, self.rank))
+        for start in range(0, self.layout.size, step):
+            piece = self.rows[:, start : start + step].double()
+            total += piece @ piece.mT
+        return total
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, size, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of `_gram`, descending, and eigenvectors as columns."""
+        values, vectors = torch.linalg.eigh(self._gram)
+        return values.flip(0), vectors.flip(1)
+
+    @cached_property
+    def _spectrum(self) -> Tensor:
+        """The min(r, P) largest eigenvalues of the sum over samples, in float64; all others are zero."""
+        values: Tensor = torch.linalg.eigvalsh(self._gram)
+        return values.clamp(min=0)
+
+
+@reads("factors")
+def factors_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> FisherFactors:
+    """The factors that `FisherFactors.save` wrote."""
+    return FisherFactors(tensors["rows"], *stored_fields(head))

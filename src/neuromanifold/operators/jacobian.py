@@ -3,10 +3,9 @@
 dual parameters (θ, v) ─► logits (z, Jv) ─► u = M Jv ─► Jᵀu through the graph of z
 
 Where an operation has no forward mode, J v comes from differentiating w ↦ Jᵀw, which is linear in w, once more (double
-backward).  Fused attention and fused recurrent layers have neither, so their unfused forms are used then.  The first
-batch shows which of these methods works: ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ must hold for random u and v, which fails if a use of a
-parameter is missed.  The same is checked with the u and v of all batches, at no cost, since later ones may take other
-branches than the first.
+backward).  Fused attention and fused recurrent layers have neither, so they run unfused then.  The first batch shows
+which of these methods works: ⟨Jv, u⟩ = ⟨v, Jᵀu⟩ must hold for random u and v, which fails if a use of a parameter is
+missed.  The same is checked with the u and v of all batches, at no cost, since later ones may take other branches.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,242 +22,249 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, promoted
 from neuromanifold.persample.backward import BatchBackward
 from neuromanifold.persample.scaling import involves_half, largest_scale
+from neuromanifold.problem.outputs import Outputs
 
-T = TypeVar("T")
+METHODS = ("forward mode", "forward mode, unfused kernels", "double backward", "double backward, unfused kernels")
+_BLOCK_NUMBERS = {True: 2**20, False: 2**25}  # of the vectors that go through the model together, on a CPU; on a GPU
+_BLOCK_VECTORS = 8  # at most: activations are as many times larger
 
-METHODS = ("forward mode", "forward mode, plain kernels", "double backward", "double backward, plain kernels")
-_LARGEST = {False: 0.02, True: 0.3}  # relative discrepancy, in half precision; float32 may be TF32, float64 float32
-_AT_ONCE = {True: 2**20, False: 2**25}  # numbers of a block of vectors, on a CPU; on a GPU
-_MOST = 8  # vectors at once: activations are as many times larger
-_CHECKS = {False: 2, True: 8}  # of a method; more in half precision, where a single one could pass by chance
+Evaluate = Callable[[], Outputs]
+ToCotangent = Callable[[Outputs, Tensor], Tensor]
+"""From outputs and J v (float32 or better) to the cotangent u = M J v."""
 
 
-class _Whole(nn.Module):
-    """A model whose parameters are replaced while a function that calls it runs."""
+class JacobianProduct(NamedTuple):
+    """Jᵀu for the cotangent u that was made of J v; for several vectors all of them stacked."""
+
+    gradients: Sequence[Tensor | None]  # Jᵀu, one for each parameter; None: zero
+    tangent: Tensor  # Jv
+    cotangent: Tensor  # u
+
+    @property
+    def sizes(self) -> Tensor:
+        """⟨Jv, u⟩ and ‖Jv‖‖u‖, [2]."""
+        tangent, u = self.tangent, self.cotangent
+        with torch.autocast(u.device.type, enabled=False):
+            norms = torch.linalg.vector_norm(tangent) * torch.linalg.vector_norm(u)
+            return torch.stack([torch.linalg.vecdot(tangent, u).sum(), norms])
+
+
+class Tolerance(NamedTuple):
+    """How far ⟨Jv, u⟩ and ⟨v, Jᵀu⟩ may be apart, over ‖Jv‖ for random u, in the lowest precision that is used."""
+
+    eps: float
+    rounding: float  # explained by rounding: no better method is looked for
+    largest: float  # accepted if no method does better; float32 may be TF32, float64 float32
+    checks: int  # of a method; in half precision a single one could pass by chance
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor]) -> Tolerance:
+        """The tolerance for the dtypes of the parameters, and that of autocast where it is on."""
+        kind, dtypes = parameters[0].device.type, {parameter.dtype for parameter in parameters}
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return cls(eps, 16 * eps, 0.3, 8) if eps > 1e-4 else cls(eps, 1e3 * eps, 0.02, 2)
+
+
+class _WithParameters(nn.Module):
+    """A model whose parameters `functional_call` replaces (as "model.NAME") while a function that calls it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.training = model, False
 
-    def forward(self, work: Callable[[], Any]) -> Any:
-        return work()
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
 
 
-class JacobianProducts(Generic[T]):
-    """Jᵀ M J v for one batch after the other.
+class JacobianProducts:
+    """Jᵀ M J v for one batch after the other, by the method that `choose` finds on the first one."""
 
-    `logits_of` finds the logits in what an evaluation of the model gives, and `middle` makes the cotangent from it and
-    from J v (in float32 or better).
-    """
-
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], logits_of: Callable[[T], Tensor]
-    ) -> None:
-        self.model, self.names, self.parameters = model, list(parameters), list(parameters.values())
-        self.logits_of = logits_of
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.model, self.parameters = model, list(parameters.values())
         self.method = ""
-        """How J v is computed; empty before the first batch."""
+        """How J v is computed, one of `METHODS`; empty before the first batch."""
 
-        self.several = True
+        self.vectorized = True
         """Whether several vectors go through the model together; False once that has failed."""
 
-        self._compared = False  # blocks with single vectors
-        self._found = 0.0  # the relative discrepancy on the first batch
+        self._names = [f"model.{name}" for name in parameters]
+        self._with_parameters = _WithParameters(model)
+        self._size = max(1, sum(parameter.numel() for parameter in self.parameters))
+        self._checked_block = False  # against a single vector
+        self._discrepancy = 0.0  # of the method on the first batch
         self._half = self._half_logits = False  # whether float16 is involved
-        self._backward = BatchBackward(self.parameters)
-        self._whole = _Whole(model)
-        self._whole.training = False
+        self._scaled_backward: BatchBackward | None = None  # where it is
 
-    def choose(self, evaluate: Callable[[], T], seed: int = 0) -> None:
+    def choose(self, evaluate: Evaluate) -> None:
         """Find the first method that works on a batch (which must not be empty)."""
-        self._look_for_half()
-        generator = torch.Generator(self.parameters[0].device).manual_seed(seed)
+        self._update_half()
+        generator = torch.Generator(self.parameters[0].device).manual_seed(0)
         _load_forward_mode()
-        found: dict[str, float] = {}
+        tolerance, errors = Tolerance.of(self.parameters), dict[str, float]()
         first: Exception | None = None
         for method in METHODS:
             try:
-                checks = [self._discrepancy(evaluate, method, generator) for _ in range(_CHECKS[self._eps() > 1e-4])]
-                found[method] = math.hypot(*checks) / math.sqrt(len(checks))
+                checks = [self._check(evaluate, method, generator) for _ in range(tolerance.checks)]
+                errors[method] = math.hypot(*checks) / math.sqrt(len(checks))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of any kind: operations without derivatives raise what they like
                 first = first or error
                 continue
-            if found[method] <= self._rounding():
+            if errors[method] <= tolerance.rounding:
                 break
-        best = min(found.values(), default=math.inf)
-        if best <= self._largest():
-            self.method = next(method for method in found if found[method] <= max(10 * best, self._rounding()))
-            self._found = found[self.method]
+        best = min(errors.values(), default=math.inf)
+        if best <= tolerance.largest:
+            self.method = next(method for method in errors if errors[method] <= max(10 * best, tolerance.rounding))
+            self._discrepancy = errors[self.method]
             return
         advice = (
             "Leave out with `parameters` what its operations cannot be differentiated in, or take nm.fisher_factors."
         )
-        got = "one with derivatives that are " + ("NaN" if any(map(math.isnan, found.values())) else "inconsistent")
+        got = "one with derivatives that are " + ("NaN" if any(map(math.isnan, errors.values())) else "inconsistent")
         got = f"one that fails ({type(first).__name__}: {first})" if first else got
         raise ValueError(message("model", "differentiable in forward mode, or twice", got, advice)) from first
 
     def __call__(
-        self, evaluate: Callable[[], T], vectors: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
+        self, evaluate: Evaluate, vectors: Sequence[Tensor], to_cotangent: ToCotangent
     ) -> Iterator[tuple[slice, Sequence[Tensor | None], Tensor]]:
         """Yield the products of vectors [m, *shape], a few at a time: their range, the products, and their sizes.
 
-        Products have the form of the vectors; None is zero.  Sizes are ⟨Jv, u⟩ and ‖Jv‖‖u‖ of each, [., 2], for
-        `compare`.
+        Products have the form of the vectors; None is zero.  Sizes are those of `JacobianProduct` for each vector,
+        [., 2], for `compare`.
         """
-        self._look_for_half()
-        count = len(vectors[0])
-        step = max(1, min(_MOST, _AT_ONCE[self.parameters[0].device.type == "cpu"] // self._size))
+        self._update_half()
+        step = max(1, min(_BLOCK_VECTORS, _BLOCK_NUMBERS[self.parameters[0].device.type == "cpu"] // self._size))
         if not self.method.startswith("forward mode") or self._half:
             step = 1
-        for start in range(0, count, step):
-            group = [v[start : start + step] for v in vectors]
-            if len(group[0]) > 1 and self.several:
-                measured = _MeasuredMiddle(middle)
-                together = self._together(evaluate, group, measured)
-                if together is not None and self._agrees(evaluate, group, together, middle):
-                    yield slice(start, start + step), together, measured.sizes()
+        for start in range(0, len(vectors[0]), step):
+            block = [v[start : start + step] for v in vectors]
+            if len(block[0]) > 1 and self.vectorized:
+                products = self._vectorized_products(evaluate, block, to_cotangent)
+                if products is not None and self._is_right(products, evaluate, block, to_cotangent):
+                    pairs = zip(products.tangent, products.cotangent, strict=True)
+                    sizes = torch.stack([JacobianProduct((), *pair).sizes for pair in pairs])
+                    yield slice(start, start + step), products.gradients, sizes
                     continue
-            for i in range(len(group[0])):
-                measured = _MeasuredMiddle(middle)
-                one = self._one(evaluate, self.method, [v[i] for v in group], measured)
-                yield slice(start + i, start + i + 1), [None if g is None else g[None] for g in one], measured.sizes()
+            for i in range(len(block[0])):
+                one = self._product(evaluate, self.method, [v[i] for v in block], to_cotangent)
+                gradients = [None if g is None else g[None] for g in one.gradients]
+                yield slice(start + i, start + i + 1), gradients, one.sizes[None]
 
     def compare(self, vectors: Tensor, products: Tensor, sizes: Tensor) -> None:
         """Raise unless ⟨v, Jᵀu⟩ = ⟨Jv, u⟩ over all batches, for v [m, P], their products and the sum of their sizes.
 
         Where v is nearly in the kernel of J both are rounding, of the size of ‖v‖‖Jᵀu‖.
         """
-        found = (vectors * products).sum(1)
+        inner, tolerance = (vectors * products).sum(1), Tolerance.of(self.parameters)
         rounding = torch.linalg.vector_norm(vectors, dim=1) * torch.linalg.vector_norm(products, dim=1)
-        tolerance = min(self._largest(), 1e3 * max(self._found, self._eps(), 1e-9))
-        allowed = (tolerance * (sizes[:, 1] + rounding / 2)).clamp(min=1e-30)  # below, products underflow
-        if bool(((sizes[:, 0] - found).abs() > allowed).any()):
-            got = f"others in some batch by {self.method}, which the first batch was right by"
+        relative = min(tolerance.largest, 1e3 * max(self._discrepancy, tolerance.eps, 1e-9))
+        allowed = (relative * (sizes[:, 1] + rounding / 2)).clamp(min=1e-30)  # below, products underflow
+        if bool(((sizes[:, 0] - inner).abs() > allowed).any()):
+            got = f"different ones in some batch by {self.method}, which was right for the first batch"
             advice = "Put a batch that shows it first (one with padding, say): the method is chosen by it."
             raise ValueError(message("model", "one with the same derivatives in both modes", got, advice))
 
-    def _look_for_half(self) -> None:
+    def _update_half(self) -> None:
         """Update whether float16 is involved: autocast may have changed, and logits are known after a batch."""
         half = self._half_logits or involves_half(self.model.parameters(), self.parameters[0].device)
         if half != self._half:
-            self._half, self._backward = half, BatchBackward(self.parameters, half)
+            self._half, self._scaled_backward = half, None
 
-    @property
-    def _size(self) -> int:
-        return max(1, sum(parameter.numel() for parameter in self.parameters))
-
-    def _discrepancy(self, evaluate: Callable[[], T], method: str, generator: torch.Generator) -> float:
+    def _check(self, evaluate: Evaluate, method: str, generator: torch.Generator) -> float:
         """Return |⟨Jv, u⟩ - ⟨v, Jᵀu⟩|/‖Jv‖ for random u and v."""
-        v = [_normal(parameter, generator) for parameter in self.parameters]
-        seen: list[Tensor] = []
 
-        def random(_: T, tangent: Tensor) -> Tensor:
-            u = torch.randn(tangent.shape, generator=generator, dtype=tangent.dtype, device=tangent.device)
-            seen[:] = [tangent, u]
-            return u
+        def normal(like: Tensor) -> Tensor:
+            made = torch.randn(like.shape, generator=generator, dtype=promoted(like.dtype), device=generator.device)
+            return made.to(like.device)
 
-        gradients = self._one(evaluate, method, v, random)
-        tangent, u = (value.double() for value in seen)
+        v = [normal(parameter) for parameter in self.parameters]
+        gradients, tangent, u = self._product(evaluate, method, v, lambda _, tangent: normal(tangent))
         pairs = zip(gradients, v, strict=True)
-        found = sum(float((g.double() * one.double()).sum()) for g, one in pairs if g is not None)
-        difference, size = float((tangent * u).sum()) - found, float(torch.linalg.vector_norm(tangent))
+        inner = sum(float((g.double() * one.double()).sum()) for g, one in pairs if g is not None)
+        difference = float((tangent.double() * u.double()).sum()) - inner
+        size = float(torch.linalg.vector_norm(tangent.double()))
         return abs(difference) / size if size else float(difference != 0)
 
-    def _rounding(self) -> float:
-        """Return the discrepancy that rounding explains, in the lowest precision used: no better method is needed."""
-        return (16 if self._eps() > 1e-4 else 1e3) * self._eps()
-
-    def _largest(self) -> float:
-        """Return the discrepancy that is accepted if no method does better."""
-        return _LARGEST[self._eps() > 1e-4]
-
-    def _eps(self) -> float:
-        kind, used = self.parameters[0].device.type, {parameter.dtype for parameter in self.parameters}
-        if torch.is_autocast_enabled(kind):
-            used.add(torch.get_autocast_dtype(kind))
-        return max(torch.finfo(dtype).eps for dtype in used)
-
-    def _agrees(
-        self,
-        evaluate: Callable[[], T],
-        group: Sequence[Tensor],
-        together: Sequence[Tensor | None],
-        middle: Callable[[T, Tensor], Tensor],
+    def _is_right(
+        self, products: JacobianProduct, evaluate: Evaluate, block: Sequence[Tensor], to_cotangent: ToCotangent
     ) -> bool:
         """Whether the first product of the first block equals that of the vector alone, up to rounding."""
-        if self._compared:
+        if self._checked_block:
             return True
-        self._compared = True
-        alone = self._one(evaluate, self.method, [v[0] for v in group], middle)
+        self._checked_block = True
+        alone = self._product(evaluate, self.method, [v[0] for v in block], to_cotangent)
         sizes, differences = [0.0], [0.0]
-        for x, y, parameter in zip(together, alone, self.parameters, strict=True):
+        for x, y, parameter in zip(products.gradients, alone.gradients, self.parameters, strict=True):
             expected = torch.zeros_like(parameter) if y is None else y
             sizes.append(float(torch.linalg.vector_norm(expected)))
             differences.append(float(torch.linalg.vector_norm(expected if x is None else x[0] - expected)))
-        self.several = math.hypot(*differences) <= self._largest() * math.hypot(*sizes)
-        return self.several
+        self.vectorized = math.hypot(*differences) <= Tolerance.of(self.parameters).largest * math.hypot(*sizes)
+        return self.vectorized
 
-    def _one(
-        self, evaluate: Callable[[], T], method: str, v: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
-    ) -> list[Tensor | None]:
+    def _product(
+        self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangent: ToCotangent
+    ) -> JacobianProduct:
         """Return the product of one vector, by one forward pass; v is scaled if float16 is involved."""
-        with _unfused_kernels(self.model, "plain" in method):
+        with _unfused_kernels(self.model, "unfused" in method):
             if not self._half:
-                return self._run(evaluate, method, v, middle, 1.0)
+                return self._scaled_product(evaluate, method, v, to_cotangent, 1.0)
             largest = math.hypot(*(float(one.abs().amax()) for one in v if one.numel()))
             if not math.isfinite(largest):
                 raise ValueError(message("v", "finite", "NaN or infinity"))
             scale = 2.0 ** -math.ceil(math.log2(largest)) if largest else 1.0
             while True:
                 try:
-                    return self._run(evaluate, method, v, middle, scale)
+                    return self._scaled_product(evaluate, method, v, to_cotangent, scale)
                 except _OverflowError:
                     scale /= 16
 
-    def _run(
-        self,
-        evaluate: Callable[[], T],
-        method: str,
-        v: Sequence[Tensor],
-        middle: Callable[[T, Tensor], Tensor],
-        scale: float,
-    ) -> list[Tensor | None]:
+    def _scaled_product(
+        self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangent: ToCotangent, scale: float
+    ) -> JacobianProduct:
         """Return the product of v, with v multiplied by `scale` inside the model against underflow in float16."""
         tangents = [(one * scale).to(parameter) for one, parameter in zip(v, self.parameters, strict=True)]
-
-        def pull(outputs: T, logits: Tensor, tangent: Tensor) -> list[Tensor | None]:
-            tangent = tangent.detach().to(torch.promote_types(tangent.dtype, torch.float32))
-            if self._half and scale > 2.0**-40 and not bool(torch.isfinite(tangent).all()):
-                raise _OverflowError
-            u = middle(outputs, tangent / scale)
-            self._half_logits = logits.dtype == torch.float16
-            if not (self._half or self._half_logits):
-                return self._backward(logits, u, keep_graph=False)[0]
-            size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
-            gradients, larger = self._backward(logits, u * size, keep_graph=False)
-            return [None if g is None else g.float() / larger / size for g in gradients]
-
-        if method.startswith("double"):
+        if method.startswith("forward mode"):
+            outputs, logits, tangent = self._forward_mode(evaluate, tangents)
+        else:
             outputs = evaluate()
-            return pull(outputs, self.logits_of(outputs), self._twice(self.logits_of(outputs), tangents))
+            logits = outputs.logits
+            tangent = self._double_backward(logits, tangents)
+        tangent = tangent.detach().to(promoted(tangent.dtype))
+        if self._half and scale > 2.0**-40 and not bool(torch.isfinite(tangent).all()):
+            raise _OverflowError
+        tangent = tangent / scale
+        u = to_cotangent(outputs, tangent)
+        self._half_logits = logits.dtype == torch.float16
+        if not (self._half or self._half_logits):
+            rows = torch.autograd.grad(logits, self.parameters, u.to(logits.dtype), allow_unused=True)
+            return JacobianProduct([None if g is None else g.to_dense() for g in rows], tangent, u)
+        self._scaled_backward = self._scaled_backward or BatchBackward(self.parameters, self._half)
+        size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
+        gradients, larger = self._scaled_backward(logits, u * size, keep_graph=False)
+        return JacobianProduct([None if g is None else g.float() / larger / size for g in gradients], tangent, u)
 
-        def work() -> tuple[T, Tensor, Tensor]:
+    def _forward_mode(self, evaluate: Evaluate, tangents: Sequence[Tensor]) -> tuple[Outputs, Tensor, Tensor]:
+        """Return the outputs, the logits without their tangent, and J v from dual numbers as parameters."""
+
+        def evaluate_dual() -> tuple[Outputs, Tensor, Tensor]:
             outputs = evaluate()
-            logits, tangent = forward_ad.unpack_dual(self.logits_of(outputs))  # type: ignore[no-untyped-call]
+            logits, tangent = forward_ad.unpack_dual(outputs.logits)  # type: ignore[no-untyped-call]
             return outputs, logits, torch.zeros_like(logits) if tangent is None else tangent.detach()
 
+        # The backward pass comes after this: inside, tangents would go through it, too.
         with forward_ad.dual_level(), _padding_fixed(self.model):
-            pairs = zip(self.names, self.parameters, tangents, strict=True)
-            duals = {f"model.{name}": forward_ad.make_dual(p, one) for name, p, one in pairs}  # type: ignore[no-untyped-call]
-            found = functional_call(self._whole, duals, (work,))
-        return pull(*found)  # outside: inside, tangents would go through the backward pass, too
+            pairs = zip(self.parameters, tangents, strict=True)
+            duals = [forward_ad.make_dual(p, one) for p, one in pairs]  # type: ignore[no-untyped-call]
+            named = dict(zip(self._names, duals, strict=True))
+            return functional_call(self._with_parameters, named, (evaluate_dual,))  # type: ignore[no-any-return]
 
-    def _twice(self, logits: Tensor, tangents: Sequence[Tensor]) -> Tensor:
+    def _double_backward(self, logits: Tensor, tangents: Sequence[Tensor]) -> Tensor:
         """Return J v as the derivative of ⟨Jᵀw, v⟩ in w."""
         w = torch.zeros_like(logits, requires_grad=True)
         rows = torch.autograd.grad(logits, self.parameters, w, create_graph=True, allow_unused=True)
@@ -266,62 +272,40 @@ class JacobianProducts(Generic[T]):
         if not pairs:
             return torch.zeros_like(logits)
         (tangent,) = torch.autograd.grad(
-            [row for row, _ in pairs], w, [one for _, one in pairs], retain_graph=True, allow_unused=True
+            [row for row, _ in pairs], w, [one for _, one in pairs], retain_graph=True, materialize_grads=True
         )
-        return torch.zeros_like(logits) if tangent is None else tangent
+        return tangent
 
-    def _together(
-        self, evaluate: Callable[[], T], vectors: Sequence[Tensor], middle: Callable[[T, Tensor], Tensor]
-    ) -> Sequence[Tensor | None] | None:
+    def _vectorized_products(
+        self, evaluate: Evaluate, vectors: Sequence[Tensor], to_cotangent: ToCotangent
+    ) -> JacobianProduct | None:
         """Return the products of several vectors by two forward passes and one backward; None if vmap fails."""
-        primals = {f"model.{name}": p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
-        stacked = [v.to(p) for v, p in zip(vectors, self.parameters, strict=True)]
+        primals = {name: p.detach() for name, p in zip(self._names, self.parameters, strict=True)}
+        stacked = {name: v.to(p) for (name, p), v in zip(primals.items(), vectors, strict=True)}
 
-        def push(tangents: dict[str, Tensor]) -> Tensor:
-            def logits(values: dict[str, Tensor]) -> Tensor:
-                found: Tensor = functional_call(self._whole, values, (lambda: self.logits_of(evaluate()),))
-                return found
+        def logits_at(values: dict[str, Tensor]) -> Tensor:
+            return functional_call(self._with_parameters, values, (lambda: evaluate().logits,))  # type: ignore[no-any-return]
 
-            return jvp(logits, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
+        def push_forward(tangents: dict[str, Tensor]) -> Tensor:
+            return jvp(logits_at, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
 
+        unfused = _unfused_kernels(self.model, "unfused" in self.method)
         try:
-            with (
-                warnings.catch_warnings(),
-                _unfused_kernels(self.model, "plain" in self.method),
-                _padding_fixed(self.model),
-            ):
+            with warnings.catch_warnings(), unfused, _padding_fixed(self.model):
                 warnings.simplefilter("ignore")  # of operations that are looped over instead
                 with torch.no_grad():
-                    tangents = torch.vmap(push, randomness="same")(dict(zip(primals, stacked, strict=True)))
+                    tangents = torch.vmap(push_forward, randomness="same")(stacked)
                 outputs = evaluate()
-                logits = self.logits_of(outputs)
-                tangents = tangents.to(torch.promote_types(tangents.dtype, torch.float32))
-                cotangents = torch.stack([middle(outputs, one) for one in tangents]).to(logits.dtype)
-                return torch.autograd.grad(
-                    logits, self.parameters, cotangents, allow_unused=True, is_grads_batched=True
+                tangents = tangents.to(promoted(tangents.dtype))
+                cotangents = torch.stack([to_cotangent(outputs, one) for one in tangents])
+                scaled = cotangents.to(outputs.logits.dtype)
+                gradients = torch.autograd.grad(
+                    outputs.logits, self.parameters, scaled, allow_unused=True, is_grads_batched=True
                 )
-        except Exception:  # an operation that cannot be vectorised; a single vector works or raises the real error
-            self.several = False
+                return JacobianProduct(gradients, tangents, cotangents)
+        except Exception:  # an operation that cannot be vectorized; a single vector works or raises the real error
+            self.vectorized = False
             return None
-
-
-class _MeasuredMiddle(Generic[T]):
-    """A middle function that also records ⟨Jv, u⟩ and ‖Jv‖‖u‖ of what goes in and comes out."""
-
-    def __init__(self, middle: Callable[[T, Tensor], Tensor]) -> None:
-        self._middle = middle
-        self._sizes: list[Tensor] = []
-
-    def __call__(self, outputs: T, tangent: Tensor) -> Tensor:
-        u = self._middle(outputs, tangent)
-        with torch.autocast(u.device.type, enabled=False):
-            inner = torch.linalg.vecdot(tangent, u).sum()
-            self._sizes.append(torch.stack([inner, torch.linalg.vector_norm(tangent) * torch.linalg.vector_norm(u)]))
-        return u
-
-    def sizes(self) -> Tensor:
-        """Return ⟨Jv, u⟩ and ‖Jv‖‖u‖ for each v, [m, 2]."""
-        return torch.stack(self._sizes)
 
 
 class _OverflowError(RuntimeError):
@@ -333,11 +317,6 @@ def _load_forward_mode() -> None:
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore")
         forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]
-
-
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.randn(like.shape, generator=generator, dtype=dtype, device=generator.device).to(like.device)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +46,7 @@ class ParameterLayout:
             found[name] = slice(start, start := start + shape.numel())
         return found
 
-    @property
+    @cached_property
     def size(self) -> int:
         """P, the length of the vector."""
         return sum(shape.numel() for shape in self.shapes.values())
@@ -60,8 +61,19 @@ class ParameterLayout:
         return {name: flat[self.slices[name]].view((*shape, *rest)) for name, shape in self.shapes.items()}
 
     def layers(self) -> dict[str, list[str]]:
-        """The parameters of each module, by the module's name; they lie side by side."""
+        """The parameters of each module, by the module's name."""
         return layers(self.shapes)
+
+    def layer_indices(self, device: torch.device) -> dict[str, slice | Tensor]:
+        """Where each layer's parameters are in the vector: a slice; indices if they lie apart, as in a user's dict."""
+        found: dict[str, slice | Tensor] = {}
+        for layer, names in self.layers().items():
+            places = [self.slices[name] for name in names]
+            if all(a.stop == b.start for a, b in pairwise(places)):
+                found[layer] = slice(places[0].start, places[-1].stop)
+            else:
+                found[layer] = torch.cat([torch.arange(one.start, one.stop, device=device) for one in places])
+        return found
 
     def read(
         self, v: Vector, argument: str, dtype: torch.dtype, device: torch.device

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message, one_of
+from neuromanifold.core.checks import finite_number, integer_in_range, message, one_of
 from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.operators.factors import GIB
-from neuromanifold.operators.layout import ParameterLayout
-from neuromanifold.operators.matrix_result import FisherMatrix
+from neuromanifold.operators.krylov import Eigenpairs, times
+from neuromanifold.operators.layout import ParameterLayout, V
+from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
+from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
-from neuromanifold.results.trace import check_reduction
+from neuromanifold.results.files import reads
+from neuromanifold.results.provenance import Provenance
+from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import LoopOptions, run
 from neuromanifold.run.step import Settings
@@ -44,25 +53,12 @@ def fisher_matrix(
 ) -> FisherMatrix:
     """F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
 
-    The gradients of the samples of a batch are held at a time, [B, P].
+    The gradients of the samples of a batch are held at a time, [B, P].  Arguments as in `fisher_diagonal`, and:
 
-    Args:
-        model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
-        data: an iterable of batches.
-        estimator: `nm.Exact()` unless given; any other works sample by sample, too.
-        blocks: None for all of F, "layer" for the diagonal blocks of modules.
-        likelihood: what the outputs mean.
-        parameters: which; all that are trainable unless given.
-        reduction: "mean" (per sample) or "sum" (over samples): only a view.
-        dtype: float32 or float64; that of the parameters unless given.
-        max_bytes: refuse if the matrix takes more than that.
-        seed: random seed of probes, if the estimator has any.
-        progress: show a progress bar on standard error.
-        class_dim: which dimension of the logits holds the classes.
-        batch_dim: which dimension of inputs and of logits holds the samples.
-        ignore_index: positions with this label do not count, nor samples without any other.
-        label_key: where a batch that is a dict has its labels.
-
+    - `estimator`: `nm.Exact()` unless given; any other works sample by sample, too.
+    - `blocks`: None for all of F, "layer" for the diagonal blocks of modules.
+    - `dtype`: float32 or float64; that of the parameters unless given.
+    - `max_bytes`: refuse if the matrix takes more than that.
     """
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
@@ -73,14 +69,16 @@ def fisher_matrix(
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())
     dtype = (torch.float64 if exact else torch.float32) if dtype is None else dtype
     one_of(dtype, "dtype", torch.float32, torch.float64)
-    places = _places(layout, blocks)
-    _check_size(places, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
-    sizes = {name: place.stop - place.start for name, place in places.items()}
+    indices = layout.layer_indices(problem.device) if blocks else {"": slice(None)}
+    layers = layout.layers() if blocks else {"": list(layout.shapes)}
+    sizes = {layer: sum(layout.shapes[name].numel() for name in names) for layer, names in layers.items()}
+    _check_size(sizes, dtype, blocks, integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for the matrix"))
     sums = {name: torch.zeros(n, n, dtype=dtype, device=problem.device) for name, n in sizes.items()}
 
     def take(rows: Tensor) -> None:
-        for name, place in places.items():
-            sums[name].addmm_(rows[:, place].mT, rows[:, place])
+        for name, total in sums.items():
+            part = rows[:, indices[name]]
+            total.addmm_(part.mT, part)
 
     def reserve(count: int) -> None:
         if (needed := count * layout.size * dtype.itemsize) > max_bytes:
@@ -92,24 +90,198 @@ def fisher_matrix(
     return FisherMatrix(sums, layout, counts.samples, make_provenance(problem, settings, counts), view)
 
 
-def _places(layout: ParameterLayout, blocks: str | None) -> dict[str, slice]:
-    """Return the range of indices of each block in the vector of all parameters."""
-    if blocks is None:
-        return {"": slice(0, layout.size)}
-    slices = {name: [layout.slices[one] for one in names] for name, names in layout.layers().items()}
-    return {name: slice(one[0].start, one[-1].stop) for name, one in slices.items()}
-
-
-def _check_size(places: dict[str, slice], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
-    """Raise if the matrix would take more bytes than `limit`, and say how many."""
-    sizes = {name: (place.stop - place.start) ** 2 * dtype.itemsize for name, place in places.items()}
-    if sum(sizes.values()) <= limit:
+def _check_size(sizes: dict[str, int], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
+    """Raise if blocks for so many parameters would take more bytes than `limit`, and say how many."""
+    needed = dtype.itemsize * sum(size**2 for size in sizes.values())
+    if needed <= limit:
         return
     largest = max(sizes, key=lambda name: sizes[name])
-    count = places[largest].stop - places[largest].start
+    count = sizes[largest]
     whose = (
         f", most of it for the {count:,} parameters of {largest!r}" if blocks else f" ({count:,} parameters squared)"
     )
     advice = "Choose fewer `parameters`" + ("" if blocks else ", or blocks='layer'")
     advice += "; nm.fisher_operator and nm.fisher_factors need no matrix."
-    raise ValueError(message("max_bytes", "enough for F", f"{sum(sizes.values()) / GIB:.3g} GiB{whose}", advice))
+    raise ValueError(message("max_bytes", "enough for F", f"{needed / GIB:.3g} GiB{whose}", advice))
+
+
+class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
+    """F, dense: one block for all parameters (under the name ""), or one for each layer (by the module's name).
+
+    As a mapping it gives the blocks.  Several blocks are block-diagonal: entries between layers are taken as zero.
+    """
+
+    def __init__(
+        self,
+        blocks: dict[str, Tensor],
+        layout: ParameterLayout,
+        count: int,
+        provenance: Provenance,
+        reduction: Reduction = "mean",
+    ) -> None:
+        """`blocks`: sums over samples, of all parameters (under "") or of those of each layer."""
+        self.blocks = blocks
+        super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.blocks[name] / self._divisor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def dense(self) -> Tensor:
+        """Return all of F as one matrix [P, P], with zeros between blocks."""
+        if self._is_whole:
+            return self[""]
+        whole = torch.zeros(self.shape, dtype=self.precision, device=self.device)
+        for name, index in self._indices.items():
+            rows = whole.new_zeros(len(self.blocks[name]), self.layout.size)
+            rows[:, index] = self[name]
+            whole[index] = rows
+        return whole
+
+    def layer(self, name: str) -> FisherMatrix:
+        """Return the metric of one layer alone; "" is the whole matrix if there is only one block."""
+        layers = {"": list(self.layout.shapes)} if self._is_whole and name == "" else self.layout.layers()
+        if name not in layers:
+            raise ValueError(message("name", f"one of {list(layers)[:4]} ...", repr(name)))
+        kept = {parameter: self.layout.shapes[parameter] for parameter in layers[name]}
+        if name in self.blocks:
+            block = self.blocks[name]
+        else:
+            index = self.layout.layer_indices(self.device)[name]
+            block = self.blocks[""][index][:, index]
+        return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
+
+    # ------------------------------------------------------------------------------------------------ spectrum
+
+    @property
+    def trace(self) -> TraceEstimate:
+        """tr F.  Its standard error is an upper bound for random estimators: √c Σ ‖block‖, c as for factors.
+
+        Var(Σ_r ‖g_r‖²) <= c Σ_r E‖g_r‖⁴, and ‖Σ_r g_r g_rᵀ‖² = Σ_rs (g_rᵀ g_s)² is at least Σ_r ‖g_r‖⁴; standard errors
+        of blocks, which share their noise, add.
+        """
+        total = sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks.values())
+        bound = math.sqrt(self.provenance.noise_factor) * sum(self._norms()) if self.provenance.seeds else 0.0
+        return TraceEstimate(total, bound, self.count, self.provenance, self.reduction)
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the diagonal entries F_ii by parameter name."""
+        flat = torch.empty(self.layout.size, dtype=self.precision, device=self.device)
+        for name, index in self._indices.items():
+            flat[index] = self.blocks[name].diagonal()
+        return self.layout.split(flat / self._divisor)
+
+    @property
+    @override
+    def frobenius_norm(self) -> float:
+        return math.hypot(*self._norms()) / self._divisor
+
+    def eigenvalues(self) -> Tensor:
+        """Return all eigenvalues of F, descending, [P]."""
+        return torch.cat([values for values, _ in self._spectra.values()]).sort(descending=True).values / self._divisor
+
+    def eigenpairs(self, k: int = 1, tol: float | None = None, maxiter: int = 100, seed: int = 0) -> Eigenpairs:
+        """The k largest eigenvalues, their vectors [P, k] and residuals, by a dense eigensolver."""
+        del tol, maxiter, seed
+        k = integer_in_range(k, "k", 1, self.layout.size, f"there are {self.layout.size} parameters")
+        values = torch.cat([values for values, _ in self._spectra.values()])
+        chosen = values.topk(k).indices
+        vectors = torch.zeros(self.layout.size, k, dtype=self.precision, device=self.device)
+        start = 0  # of the block's eigenvalues among all of them
+        for name, index in self._indices.items():
+            stop = start + len(self.blocks[name])
+            own = ((chosen >= start) & (chosen < stop)).nonzero().flatten()
+            rows = vectors.new_zeros(stop - start, k)
+            rows[:, own] = self._spectra[name][1][:, chosen[own] - start]
+            vectors[index], start = rows, stop
+        scaled = values[chosen] / self._divisor
+        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
+        return Eigenpairs(scaled, vectors, residuals, self.layout.size)
+
+    def log_determinant(self, damping: float) -> float:
+        """log det(F + damping I); half of it is the logarithm of the volume element √det."""
+        damping = finite_number(damping, "damping", positive=True)
+        values = self.eigenvalues().double().clamp(min=0)
+        warn_below_rounding(damping, float(values[0]) if len(values) else 0.0, self.precision)
+        return float((values + damping).log().sum())
+
+    def solve(self, rhs: V, damping: float = 0.0, tol: float = 1e-5, maxiter: int = 1000) -> Solution[V]:
+        """x with (F + damping I) x = rhs, from the spectrum; without damping the shortest x that fits best."""
+        del tol, maxiter
+        damping = finite_number(damping, "damping")
+        block, back = self._read(rhs, "rhs")
+        x = torch.empty_like(block)
+        for name, index in self._indices.items():
+            values, vectors = self._spectra[name]
+            values = values.clamp(min=0) / self._divisor
+            warn_below_rounding(damping, float(values.amax()) if len(values) else 0.0, self.precision)
+            values = values + damping
+            smallest = torch.finfo(values.dtype).eps * len(values) * values.amax() if values.numel() else 0.0
+            inverse = torch.where(values > smallest, 1 / values, 0.0) if not damping else 1 / values
+            x[index] = times(vectors, inverse[:, None] * times(vectors.mT, block[index]))
+        residual = torch.linalg.vector_norm(block - self._scaled(x) - damping * x, dim=0)
+        sizes = torch.linalg.vector_norm(block, dim=0).clamp(min=torch.finfo(block.dtype).tiny)
+        return Solution(back(x), float((residual / sizes).max()) if block.numel() else 0.0)
+
+    # ------------------------------------------------------------------------------------------------ as a value
+
+    def __add__(self, other: FisherMatrix) -> FisherMatrix:
+        if not isinstance(other, FisherMatrix):
+            return NotImplemented
+        self.provenance.check_like(other.provenance)
+        if self.layout != other.layout or list(self) != list(other):
+            raise ValueError(message("other", "a matrix of the same parameters and blocks", "one of other ones"))
+        provenance = self.provenance.plus(other.provenance)
+        blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
+        return FisherMatrix(blocks, self.layout, self.count + other.count, provenance, self.reduction)
+
+    def _times(self, factor: float) -> FisherMatrix:
+        blocks = {name: block * factor for name, block in self.blocks.items()}
+        return FisherMatrix(blocks, self.layout, self.count, self.provenance.times(factor), self.reduction)
+
+    def __repr__(self) -> str:
+        kind = "dense" if self._is_whole else f"{len(self)} blocks"
+        what = f"{self.layout.size:,} parameters, {kind}, {self.count} samples, {self.provenance.estimator}"
+        return f"{type(self).__name__}({self.reduction}): {what}"
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
+        blocks = {f"block/{name}": block for name, block in self.blocks.items()}
+        self._save(path, "matrix", blocks, blocks=json.dumps(list(self)))
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _is_whole(self) -> bool:
+        return list(self.blocks) == [""]
+
+    @cached_property
+    def _indices(self) -> dict[str, slice | Tensor]:
+        """Where each block's parameters are in the vector of all of them."""
+        return {"": slice(None)} if self._is_whole else self.layout.layer_indices(self.device)
+
+    @cached_property
+    def _spectra(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Eigenvalues, ascending, and eigenvectors of each block of the sum over samples."""
+        return {name: torch.linalg.eigh(block) for name, block in self.blocks.items()}
+
+    def _norms(self) -> list[float]:
+        return [float(torch.linalg.matrix_norm(block)) for block in self.blocks.values()]
+
+    def _product(self, block: Tensor) -> Tensor:
+        product = torch.empty_like(block)
+        for name, index in self._indices.items():
+            product[index] = times(self.blocks[name], block[index])
+        return product
+
+
+@reads("matrix")
+def matrix_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> FisherMatrix:
+    """The matrix that `FisherMatrix.save` wrote."""
+    blocks = {name: tensors[f"block/{name}"] for name in json.loads(head["blocks"])}
+    return FisherMatrix(blocks, *stored_fields(head))

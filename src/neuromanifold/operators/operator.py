@@ -8,15 +8,15 @@ for batch in data:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message
-from neuromanifold.estimators import Estimator, Exact, Lower, Upper
-from neuromanifold.estimators.envelopes import Envelope
+from neuromanifold.estimators import Estimator, Lower, Upper
+from neuromanifold.estimators.envelopes import Envelope, check_envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
@@ -24,6 +24,7 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.unchanged import model_states
 from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
 from neuromanifold.results.trace import Reduction, check_reduction
 
@@ -46,29 +47,18 @@ def fisher_operator(
 ) -> FisherOperator:
     """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact, matrix-free, one pass over the data for each product.
 
-    Arguments as in `fisher_diagonal`, and:
-
-    Args:
-        model: it is evaluated anew with each product, so train it between products and F is that of the new parameters.
-        data: an iterable of batches that can be gone through again and again, and gives the same batches each time.
-        envelope: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.
-        likelihood: what the outputs mean.
-        parameters: which.
-        reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
-        progress: show a progress bar on standard error for each pass over the data.
-        class_dim: which dimension of the logits holds the classes.
-        batch_dim: which dimension of inputs and of logits holds the samples.
-        ignore_index: positions with this label do not count, nor samples without any other.
-        label_key: where a batch that is a dict has its labels.
-
+    Arguments as in `fisher_diagonal`, but `data` is gone through again and again, and must give the same batches each
+    time.  `envelope`: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.  The model is evaluated
+    anew with each product, so train it between products and F is that of the new parameters.
     """
-    estimator, view = Exact(envelope), check_reduction(reduction)
+    middle, view = envelope_product(envelope), check_reduction(reduction)
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
-    return FisherOperator(problem, envelope_product(envelope), estimator, view, progress=progress)
+    return FisherOperator(problem, middle, reduction=view, progress=progress)
 
 
 def envelope_product(envelope: Envelope | None) -> Middle:
     """Return the product of M, or of an envelope, with a vector of the outputs."""
+    check_envelope(envelope)
     if isinstance(envelope, Upper):
         return lambda core, _, v: core.upper_envelope() * v
     if isinstance(envelope, Lower):
@@ -98,9 +88,8 @@ class FisherOperator(Metric):
         exact = any(parameter.dtype == torch.float64 for parameter in problem.parameters.values())
         self.precision = torch.float64 if exact else torch.float32
         self._count: list[int] = []  # shared by views
-        self._jacobian: JacobianProducts[Outputs] = JacobianProducts(
-            problem.model, problem.parameters, lambda outputs: outputs.logits
-        )
+        self._carries_state = False  # whether a forward pass changes buffers or attributes of the model
+        self._jacobian = JacobianProducts(problem.model, problem.parameters)
         self._choose_method()
 
     @property
@@ -129,21 +118,23 @@ class FisherOperator(Metric):
         sizes = total.new_zeros(len(total), 2)
         samples: int | Tensor = 0
         rows, validation = block.mT.contiguous(), self.problem.validation()
+        places = self.layout.slices.items()
+        vectors = [rows[:, place].view(len(rows), *self.layout.shapes[name]) for name, place in places]
         with self.problem.session():
             for batch in self._batches.batches(progress=self._progress):
-                samples = samples + self._add(batch, rows, total, sizes, validation)
+                samples = samples + self._add(batch, vectors, total, sizes, validation)
         validation.flush()
         self._jacobian.compare(rows, total, sizes)
         self._set_count(int(samples))
         return total.mT
 
     def _add(
-        self, batch: Batch, vectors: Tensor, sums: Tensor, sizes: Tensor, validation: LateValidation
+        self, batch: Batch, vectors: Sequence[Tensor], sums: Tensor, sizes: Tensor, validation: LateValidation
     ) -> int | Tensor:
-        """Add the products of one batch with vectors [m, P], and their sizes; return how many samples it has."""
+        """Add one batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its samples."""
         seen: tuple[Outputs, Distributions] | None = None  # the columns of a block have the same outputs
 
-        def middle(outputs: Outputs, tangent: Tensor) -> Tensor:
+        def to_cotangent(outputs: Outputs, tangent: Tensor) -> Tensor:
             nonlocal seen
             if seen is None or seen[0] is not outputs:
                 seen = (outputs, self.problem.distributions(outputs, validation))
@@ -152,11 +143,14 @@ class FisherOperator(Metric):
             with torch.autocast(v.device.type, enabled=False):
                 return outputs.scatter(self.middle(core, labels, v))
 
-        parts = [
-            vectors[:, place].view(len(vectors), *self.layout.shapes[name])
-            for name, place in self.layout.slices.items()
-        ]
-        for which, product, size in self._jacobian(lambda: self._evaluate(batch), parts, middle):
+        restore = model_states(self.problem.model) if self._carries_state else None
+
+        def evaluate() -> Outputs:
+            if restore is not None:  # the columns of a block take several forward passes, which begin alike
+                restore()
+            return self._evaluate(batch)
+
+        for which, product, size in self._jacobian(evaluate, vectors, to_cotangent):
             for place, g in zip(self.layout.slices.values(), product, strict=True):
                 if g is not None:
                     sums[which, place] += g.reshape(len(g), place.stop - place.start).to(sums)
@@ -167,7 +161,9 @@ class FisherOperator(Metric):
         """Choose the method for J v on the first batch that is not empty."""
         with self.problem.session():
             for batch in self._batches.batches():
+                restore = model_states(self.problem.model)
                 outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
+                self._carries_state |= restore()
                 self.problem.distributions(outputs)
                 self.problem.inspect(batch, outputs)
                 if len(outputs.logits):

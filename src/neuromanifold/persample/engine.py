@@ -55,6 +55,8 @@ class PerSampleGradients:
         self.excluded: frozenset[int] = frozenset()
         self.may_synchronize = True
         """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
+        self.carries_state = False
+        """Whether a forward pass has changed buffers or attributes of the model, which a repeated one must not see."""
         self._plans: dict[int, Plan] = {}
         self._vectorizes: dict[int, bool] = {}
         self._batches = 0

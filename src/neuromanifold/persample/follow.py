@@ -16,7 +16,6 @@ followed.  What lies below them is verified with every batch (`verify.py`), sinc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -47,9 +46,12 @@ _POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnA
 
 
 def operation(node: Node) -> str:
-    """Return the name of a node's operation, without "Backward0" and the like."""
+    """Return the name of a node's operation, without "Backward0" and the like.
+
+    Functions of a user's own, which have no number at the end, keep theirs: one that is called Add may do anything.
+    """
     name: str = node.name()
-    return name.partition("Backward")[0]
+    return name.partition("Backward")[0] if name[-1:].isdigit() else name
 
 
 def shape_of(node: Node, output: int = 0) -> torch.Size:
@@ -71,6 +73,12 @@ def takes_own_rows(node: Node) -> bool:
     if rows.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
         return True
     return torch.equal(rows, torch.arange(len(rows), device=rows.device, dtype=rows.dtype))
+
+
+def shifted_dims(node: Node) -> tuple[int, ...]:
+    """Return the dimensions, counted from the last, that padding shifts: as much is added in front as is cut behind."""
+    before, after = ([_negative(amount) for amount in node._saved_pad[k::2]] for k in (0, 1))
+    return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
 
 
 def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> dict[Node, int]:
@@ -163,47 +171,24 @@ def _negative(number: int) -> int:
 
 _Rule = Callable[[_Followed], list[int]]
 _RULES: dict[str, _Rule] = {}
-_READ: dict[str, tuple[str, ...]] = {  # attributes of nodes that decide where rows go; below, those that rules read
-    **dict.fromkeys(("Split", "UnsafeSplit", "Unsqueeze"), ("_saved_dim",)),
-    **dict.fromkeys(("SplitWithSizes", "UnsafeSplitWithSizes"), ("_saved_dim", "_saved_split_sizes")),
-    "Slice": ("_saved_dim", "_saved_start", "_saved_step"),
-    "Flip": ("_saved_dims",),
-    "Roll": ("_saved_dims", "_saved_shifts"),
-}
 
 
-def _of(*names: str, reads: tuple[str, ...] = ()) -> Callable[[_Rule], _Rule]:
-    """Enter a rule for some operations, and the attributes of a node, besides shapes, that it depends on."""
+def _of(*names: str) -> Callable[[_Rule], _Rule]:
+    """Enter a rule for some operations; whatever it reads of a node, besides shapes, is part of `graph.signature`."""
 
     def enter(rule: _Rule) -> _Rule:
         _RULES.update(dict.fromkeys(names, rule))
-        if reads:
-            _READ.update(dict.fromkeys(names, reads))
         return rule
 
     return enter
 
 
-def arguments(node: Node, name: str) -> tuple[object, ...]:
-    """Return all but shapes that decides where a node's rows go: two nodes with the same are followed alike."""
-    if name == "IndexBackward0":
-        return (takes_own_rows(node), *(index is None for index in node._saved_indices))
-    if name == "ConstantPadNdBackward0":
-        return tuple(_shifted(node))
-    return tuple([getattr(node, attribute, None) for attribute in _attributes(name)])
-
-
-@functools.cache
-def _attributes(name: str) -> tuple[str, ...]:
-    return _READ.get(name.partition("Backward")[0], ())
-
-
-@_of("Permute", reads=("_saved_dims",))
+@_of("Permute")
 def _permuted(op: _Followed) -> list[int]:
     return [op.at(op.shapes[0], op.saved(op.node._saved_dims[op.dim]))]
 
 
-@_of("Transpose", reads=("_saved_dim0", "_saved_dim1"))
+@_of("Transpose")
 def _transposed(op: _Followed) -> list[int]:
     a, b = op.saved(op.node._saved_dim0), op.saved(op.node._saved_dim1)
     return [op.at(op.shapes[0], {a: b, b: a}.get(op.dim, op.dim))]
@@ -222,34 +207,28 @@ def _cut(op: _Followed) -> list[int]:
 
 @_of("ConstantPadNd")
 def _padded(op: _Followed) -> list[int]:
-    return op.first_only(op.keeps_size and len(op.out) - 1 - op.dim not in _shifted(op.node))
+    return op.first_only(op.keeps_size and len(op.out) - 1 - op.dim not in shifted_dims(op.node))
 
 
-def _shifted(node: Node) -> list[int]:
-    """Return the dimensions, counted from the last, that padding shifts: as much is added in front as is cut behind."""
-    before, after = ([_negative(amount) for amount in node._saved_pad[k::2]] for k in (0, 1))
-    return [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b]
-
-
-@_of("Gather", "IndexSelect", reads=("_saved_dim",))
+@_of("Gather", "IndexSelect")
 def _gathered(op: _Followed) -> list[int]:
     return op.first_only(op.keeps_size and op.saved(op.node._saved_dim) != op.dim)
 
 
-@_of("Select", "Unbind", reads=("_saved_dim",))
+@_of("Select", "Unbind")
 def _selected(op: _Followed) -> list[int]:
     removed = op.saved(op.node._saved_dim, len(op.out) + 1)
     return [op.at(op.shapes[0], op.dim if op.dim < removed else op.dim + 1)]
 
 
-@_of("Stack", reads=("_saved_dim",))
+@_of("Stack")
 def _stacked(op: _Followed) -> list[int]:
     new = op.saved(op.node._saved_dim)
     own = op.dim if op.dim < new else op.dim - 1
     return [UNKNOWN if new == op.dim else op.at(shape, own) for shape in op.shapes]
 
 
-@_of("Cat", reads=("_saved_dim",))
+@_of("Cat")
 def _concatenated(op: _Followed) -> list[int]:
     """Parts may be joined along the samples only if each has all of them, positions first: [k·n] of k [n]."""
     if op.saved(op.node._saved_dim) != op.dim:
@@ -260,7 +239,7 @@ def _concatenated(op: _Followed) -> list[int]:
     return [prod(shape[: op.dim]) * (shape[op.dim] // whole) for shape in op.shapes if shape is not None]
 
 
-@_of(*_REDUCES, reads=("_saved_dim",))
+@_of(*_REDUCES)
 def _reduced(op: _Followed) -> list[int]:
     (shape,) = op.shapes
     assert shape is not None
@@ -271,12 +250,12 @@ def _reduced(op: _Followed) -> list[int]:
     return [op.at(shape, [d for d in range(len(shape)) if d not in gone][op.dim])]
 
 
-@_of(*_ALONG, reads=("_saved_dim",))
+@_of(*_ALONG)
 def _along(op: _Followed) -> list[int]:
     return op.first_only(op.saved(op.node._saved_dim) != op.dim)
 
 
-@_of("NativeLayerNorm", "FusedRmsNorm", reads=("_saved_normalized_shape",))
+@_of("NativeLayerNorm", "FusedRmsNorm")
 def _normalised(op: _Followed) -> list[int]:
     return op.first_only(op.dim < len(op.out) - len(op.node._saved_normalized_shape))
 
@@ -288,7 +267,6 @@ def _triangle(op: _Followed) -> list[int]:
 
 @_of(
     *("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeGroupNorm", "Convolution", "MkldnnConvolution"),
-    reads=("_saved_training",),
 )
 def _leading(op: _Followed) -> list[int]:
     """The first input has the samples where the output has them, in front; weights are shared."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.follow import arguments, shape_of
+from neuromanifold.persample.follow import shape_of, shifted_dims, takes_own_rows
 from neuromanifold.persample.gradients import Dense, Form, Product
 
 Node = Any
@@ -33,6 +33,10 @@ _STRUCTURAL = (
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
     *_CASTS,
+)
+_ARGUMENTS = (  # of any operation that has them: they decide where rows go
+    *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
+    *("_saved_shifts", "_saved_training", "_saved_normalized_shape"),
 )
 
 
@@ -194,12 +198,22 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     """
     numbers = {node: number for number, node in enumerate(used_by)}
     parts = []
-    for node, users in used_by.items():
+    for node in used_by:
         name: str = node.name()
-        metadata = node._input_metadata
-        shape = tuple(metadata[0].shape) if metadata else ()
-        parts.append((name, shape, arguments(node, name), *[(numbers[user], i) for user, i in users]))
+        metadata, below = node._input_metadata, [(numbers.get(other), output) for other, output in node.next_functions]
+        arguments = [getattr(node, argument) for argument in _arguments_of(type(node))]  # type: ignore[arg-type]
+        if name == "IndexBackward0":
+            arguments += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
+        elif name == "ConstantPadNdBackward0":
+            arguments.append(shifted_dims(node))
+        parts.append((name, tuple(metadata[0].shape) if metadata else (), *arguments, *below))
     return _canonical(samples, tuple(parts))
+
+
+@functools.cache
+def _arguments_of(kind: type) -> tuple[str, ...]:
+    """Return the names of an operation's arguments that are part of a signature."""
+    return tuple(name for name in _ARGUMENTS if hasattr(kind, name))
 
 
 @functools.lru_cache(maxsize=256)

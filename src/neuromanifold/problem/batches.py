@@ -8,11 +8,14 @@ tensor                 model(tensor)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_map
 from neuromanifold.core.checks import message
 
 T = TypeVar("T")
+_SMALL = 64  # numbers of a tensor that are compared
 
 
 class Batch(NamedTuple):
@@ -42,22 +46,89 @@ class Batch(NamedTuple):
         return Batch(args, kwargs, None if self.labels is None else move(self.labels), self.number)
 
     def copied(self) -> Batch:
-        """Copy all tensors: some models work in place on their inputs."""
-        args = tuple(_copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value) for value in self.args)
-        return self._replace(args=args, kwargs=map_tensors(_copy, self.kwargs) if self.kwargs else {})
+        """Copy all tensors, arrays and objects that hold some: models may work in place on them, and are run twice."""
+        args = tuple(
+            _copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value, _is_object) for value in self.args
+        )
+        return self._replace(args=args, kwargs=map_tensors(_copy, self.kwargs, _is_object) if self.kwargs else {})
 
     def cut(self, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> Batch:
         """Some of its samples; tensors in which samples cannot be found stay as they are."""
-        labels = self.labels
-        if labels is not None and labels.ndim:
-            dim = batch_dim if labels.ndim > batch_dim and labels.shape[batch_dim] == samples else 0
-            labels = _slice(labels, dim, rows)
+        labels, dim = self.labels, None if self.labels is None else _labels_dim(self.labels, samples, batch_dim)
+        labels = labels if labels is None or dim is None else _slice(labels, dim, rows)
         return Batch(*cut((self.args, self.kwargs), samples, rows, batch_dim), labels, self.number)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    own = tensor.detach().clone()
-    return own.requires_grad_() if tensor.requires_grad else own
+class SomeSamples(NamedTuple):
+    """Some samples of a batch."""
+
+    batch: Batch
+    samples: int  # of the batch
+    rows: Tensor
+
+
+def gather(parts: list[SomeSamples], batch_dim: int = 0) -> Batch:
+    """Join samples of batches of the same kind; tensors in which samples cannot be found are those of the first."""
+    cuts = [part.batch.cut(part.samples, part.rows, batch_dim) for part in parts]
+    if len(cuts) == 1:
+        return cuts[0]
+    own = [_tensors_and_dims(part.batch, part.samples, batch_dim) for part in parts]
+    found = iter(zip(zip(*(tensors_in(_contents(cut)) for cut in cuts), strict=True), own[0], strict=True))
+
+    def join(_: Tensor) -> Tensor:
+        tensors, (_, dim) = next(found)
+        return tensors[0] if dim is None else torch.cat(tensors, dim)
+
+    args, kwargs, labels = map_tensors(join, _contents(cuts[0]))
+    return Batch(args, kwargs, labels, cuts[0].number)
+
+
+def same_kind(batch: Batch, samples: int, batch_dim: int = 0) -> object:
+    """A value that is equal for batches whose samples can be joined: the same shapes, types, and other contents."""
+    kinds: list[object] = [repr(map_tensors(lambda _: ..., _contents(batch)))]
+    for tensor, dim in _tensors_and_dims(batch, samples, batch_dim):
+        shape = [size for d, size in enumerate(tensor.shape) if d != dim]
+        own = None if dim is not None else tensor.flatten().tolist() if tensor.numel() <= _SMALL else id(tensor)
+        kinds.append((dim, *shape, tensor.dtype, tensor.device, repr(own)))
+    return tuple(kinds)
+
+
+def _contents(batch: Batch) -> tuple[Any, ...]:
+    return batch.args, batch.kwargs, batch.labels
+
+
+def _tensors_and_dims(batch: Batch, samples: int, batch_dim: int) -> list[tuple[Tensor, int | None]]:
+    """All tensors of a batch in the order of `map_tensors`, each with the dimension that holds the samples."""
+    found = [(tensor, sample_dim(tensor, samples, batch_dim)) for tensor in tensors_in((batch.args, batch.kwargs))]
+    if batch.labels is not None:
+        found.append((batch.labels, _labels_dim(batch.labels, samples, batch_dim)))
+    return found
+
+
+def _labels_dim(labels: Tensor, samples: int, batch_dim: int) -> int | None:
+    if not labels.ndim:
+        return None
+    return batch_dim if labels.ndim > batch_dim and labels.shape[batch_dim] == samples else 0
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        try:
+            return deepcopy(value)
+        except Exception:  # open files, locks, tensors with a graph
+            return value
+    own = value.detach().clone()
+    return own.requires_grad_() if value.requires_grad else own
+
+
+def _is_object(value: object) -> bool:
+    """Whether this is an array, a graph, a cache, ...: neither a container that is gone into, nor part of a model."""
+    if isinstance(value, np.ndarray):
+        return True
+    other = (Tensor, nn.Module, Mapping, tuple, list, type, partial, FunctionType, MethodType)
+    if isinstance(value, other) or is_dataclass(value) or not hasattr(value, "__dict__"):
+        return False
+    return not any(isinstance(entry, nn.Module) for entry in vars(value).values())
 
 
 def _moves_itself(value: object) -> bool:

@@ -24,6 +24,7 @@ class Cotangent(NamedTuple):
     noise: float
     sample_noise: float
     left: int  # how many cotangents of the batch are still to come, this one included
+    passes: int = 1  # how many there are
 
 
 def cotangents(
@@ -39,9 +40,23 @@ def cotangents(
     try:
         noise, sample_noise = _noise(core, outputs, estimator)
         for i, rows in enumerate(estimator.cotangents(core, labels, generator)):
-            yield Cotangent(outputs.scatter(rows), noise[i], sample_noise[i], len(noise) - i)
+            yield Cotangent(outputs.scatter(rows), noise[i], sample_noise[i], len(noise) - i, len(noise))
     except (TypeError, ValueError) as error:
         raise ValueError(f"Batch {outputs.number} of `data`: {error}") from error
+
+
+def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float) -> Iterator[Cotangent]:
+    """Cotangents of samples that were kept with probability π [B], times 1/√π: squares are unbiased.
+
+    Let X = Σ g² over the m passes of a sample.  The variance of X/π, where it is kept at all, has the unbiased estimate
+    (π Var(X) + (1 - π) X²)/π² <= Σ (π c + (1 - π) m) (g/√π)⁴.  `mean_keep` stands for π here.
+    """
+    for one in drawn:
+        roots = keep.to(one.values.device).rsqrt().to(one.values.dtype)
+        values = one.values * roots.view(-1, *[1] * (one.values.ndim - 1))
+        missed = (1 - mean_keep) * one.passes
+        noise, sample_noise = (mean_keep * c + missed for c in (one.noise, one.sample_noise))
+        yield one._replace(values=values, noise=noise, sample_noise=sample_noise)
 
 
 def _fused(
@@ -53,7 +68,7 @@ def _fused(
     for i, (values, finite) in enumerate(probes):
         if i == 0:
             validation.check_later(Found(finite), outputs.number)
-        yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i)
+        yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i, len(noise))
 
 
 def _noise(core: Core, outputs: Outputs, estimator: Estimator) -> tuple[list[float], list[float]]:

@@ -49,6 +49,15 @@ class Outputs(NamedTuple):
             return torch.where(self.valid.view(-1, *[1] * len(rest)), values, 0)
         return values[self.valid]
 
+    def per_sample(self, values: Tensor) -> Tensor:
+        """Add values [R] of the rows made by `select` over the positions of each sample, [B]."""
+        if self.valid is None:
+            return values.view(len(self.logits), -1).sum(1)
+        if self.logits.ndim == 2:
+            return torch.where(self.valid, values, 0)
+        owner = self.valid.flatten(1).nonzero()[:, 0]
+        return values.new_zeros(len(self.logits)).index_add_(0, owner, values)
+
     def scatter(self, rows: Tensor) -> Tensor:
         """Rows [R, C] as made by `select`, in a tensor of the logits' shape that is zero elsewhere."""
         shape = self.logits.shape
@@ -111,6 +120,8 @@ def read_outputs(
         mask = mask.movedim(batch_dim, 0)
     if mask is not None and logits.ndim > 2:
         if mask.shape == positions:
+            if mask.is_floating_point() and not _says_which_count(mask):
+                raise ValueError(where + _added_mask(ignore_index))
             valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
         elif batch.labels is None or batch.labels.ndim != len(positions):
             raise ValueError(where + _wrong_mask(mask, positions, ignore_index))
@@ -163,6 +174,24 @@ def _wrong_mask(mask: Tensor, positions: torch.Size, ignore_index: int) -> str:
     return message(
         "attention_mask", f"of shape {list(positions)}, the logits' positions", f"shape {list(mask.shape)}", advice
     )
+
+
+def _says_which_count(mask: Tensor) -> bool:
+    """Whether a floating-point mask can be 1 where positions count, and not what is added to attention scores.
+
+    Such a mask is 0 there, and negative elsewhere.  While a CUDA graph is captured, no values can be read.
+    """
+    if not mask.numel() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return True
+    return bool((mask >= 0).all() & (mask > 0).any())
+
+
+def _added_mask(ignore_index: int) -> str:
+    """What to do about a mask that is added to attention scores, from which it cannot be told what was meant."""
+    advice = "Pass a bool mask and let the model make the other from it, or rename its argument and yield labels with "
+    advice += f"{ignore_index} (ignore_index) at positions that do not count."
+    expected = "1 at positions that count and 0 at others"
+    return message("attention_mask", expected, "values that are added to attention scores: 0 or negative", advice)
 
 
 def _arranged(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:

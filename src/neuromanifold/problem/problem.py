@@ -25,7 +25,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
-from neuromanifold.problem.batches import Batch, read_batch
+from neuromanifold.problem.batches import Batch, read_batch, tensors_in
 from neuromanifold.problem.calls import as_module, call, forward_signature, only_argument, with_decoder_inputs
 from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection, select_parameters
@@ -157,6 +157,18 @@ class Problem:
                 return self.evaluate(batch, estimator)
         except RuntimeError:  # perhaps forward takes derivatives itself
             return self.evaluate(batch, estimator).detached()
+
+    def samples_of(self, batch: Batch, like: Outputs) -> int:
+        """The number of samples of a batch whose outputs are not known, but those of another."""
+        dims = (t.shape[self.batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim)
+        return next(dims, len(like.logits))
+
+    def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
+        """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""
+        logits = outputs.logits[:1].expand(samples, *outputs.logits.shape[1:])
+        logits = logits.movedim(0, self.batch_dim) if logits.ndim > 2 else logits
+        scalar = self.likelihood is not Categorical
+        return read_outputs(logits, batch, -1, self.ignore_index, self.batch_dim, scalar)
 
     def validation(self) -> LateValidation:
         """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""

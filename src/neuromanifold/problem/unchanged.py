@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +20,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Evaluate a model in eval mode with gradients on, and leave everything as it was found.
 
     Restored at the end, after an error or Ctrl-C too: the training flag of every submodule, buffers (some modules write
-    to theirs even in eval mode), and the global random states of torch, numpy and Python, on which the model or a
-    shuffling loader may draw.  Hooks on parameters are not called inside.  Parameters, their .grad and requires_grad,
-    and hooks of modules are never touched in the first place.  Flags are set one by one: a module's own `train()` may
-    do more than that, such as merging weights.
+    to theirs even in eval mode) and other attributes (hidden states, counters, caches), and the global random states of
+    torch, numpy and Python, on which the model or a shuffling loader may draw.  Hooks on parameters are not called
+    inside.  Parameters, their .grad and requires_grad, and hooks of modules are never touched in the first place.
+    Flags are set one by one: a module's own `train()` may do more than that, such as merging weights.
     """
     flags = {module: module.training for module in model.modules()}
     restore = model_states(model)
@@ -102,27 +105,96 @@ def random_states() -> Callable[[], None]:
     return restore
 
 
-def model_states(model: nn.Module) -> Callable[[], None]:
-    """Return a function that puts a model's buffers and the global random states back to what they are now.
+def model_states(model: nn.Module) -> Callable[[], bool]:
+    """Return a function that puts a model's state and the global random states back to what they are now.
 
-    Each module gets the same tensors back, with the same values, and what is new is taken away.
+    State is what a forward pass may carry over to the next one: buffers, and attributes of modules that are not torch's
+    own, such as the hidden state of a recurrent network.  The function returns whether any of it had changed.
     """
-    restore_random = random_states()
-    # A scripted module's buffers cannot be taken out.
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    buffers = [(module, dict(module._buffers)) for module in modules]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modules, restore_random = list(model.modules()), random_states()
+    own = [module for module in modules if not type(module).__module__.startswith("torch.")]
+    kept: list[_Buffers | _Attributes] = [*map(_Buffers, modules), *map(_Attributes, own)]
 
-    def restore() -> None:
+    def restore() -> bool:
         restore_random()
-        for module, own in buffers:
-            module._buffers.clear()
-            module._buffers.update(own)
-        for buffer, value in values:
-            if not torch.equal(buffer, value):
-                _overwrite(buffer, value)
+        changed = [one.restore() for one in kept]
+        return any(changed)
 
     return restore
+
+
+class _Buffers:
+    """The buffers of one module as they were: which tensors, and what was in them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.tensors = module, dict(module._buffers)
+        self.values = {name: value.detach().clone() for name, value in self.tensors.items() if value is not None}
+
+    def restore(self) -> bool:
+        """Put the same tensors back, with the same values, and take away what is new; return whether any differed."""
+        changed = False
+        if not isinstance(self.module, torch.jit.ScriptModule):  # whose buffers cannot be taken out
+            changed = not _same_entries(self.module._buffers, self.tensors)
+            self.module._buffers.clear()
+            self.module._buffers.update(self.tensors)
+        return _restore_values(self.tensors, self.values) or changed
+
+
+class _Attributes:
+    """The attributes of one module as they were, but for parameters, buffers, submodules and hooks.
+
+    Of lists, dicts and sets the entries are kept, of tensors the values; what is inside of other objects is not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.held = vars(module)
+        self.entries = {name: value for name, value in self.held.items() if name not in _OF_EVERY_MODULE}
+        found = self.entries.items()
+        self.contents = {name: copy(v) for name, v in found if isinstance(v, _CONTAINERS) and len(v) <= _ENTRIES}
+        self.values = {
+            name: v.detach().clone() for name, v in found if isinstance(v, Tensor) and v.layout == torch.strided
+        }
+
+    def restore(self) -> bool:
+        """Put the same objects back, with the same entries and values; return whether any differed."""
+        present = {name: value for name, value in self.held.items() if name not in _OF_EVERY_MODULE}
+        changed = not _same_entries(present, self.entries)
+        if changed:
+            for name in present.keys() - self.entries.keys():
+                del self.held[name]
+            self.held.update(self.entries)
+        for name, entries in self.contents.items():
+            changed = _refill(self.entries[name], entries) or changed
+        return _restore_values(self.entries, self.values) or changed
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque)
+_ENTRIES = 4096  # of a container that is copied
+
+
+def _same_entries(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether two dicts hold the very same objects under the same names."""
+    return found.keys() == expected.keys() and all(found[name] is expected[name] for name in expected)
+
+
+def _refill(container: Any, entries: Any) -> bool:
+    """Put the entries back into a container; return whether it had others."""
+    flat = [[*c.items()] if isinstance(c, dict) else [*c] for c in (container, entries)]
+    pairs = zip(*(([x for item in c for x in item] if isinstance(entries, dict) else c) for c in flat), strict=False)
+    if len(container) == len(entries) and all(a is b for a, b in pairs):
+        return False
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(entries)
+    return True
+
+
+def _restore_values(tensors: dict[str, Any], values: dict[str, Tensor]) -> bool:
+    """Overwrite the tensors whose values differ from those that were kept; return whether there were any."""
+    different = [name for name, kept in values.items() if not torch.equal(tensors[name], kept)]
+    for name in different:
+        _overwrite(tensors[name], values[name])
+    return bool(different)
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -164,9 +164,9 @@ def draw_histogram(
     axes: Axes, drawn: Histogram, over: Histogram | None = None, label: str = "exact", over_label: str = "estimate"
 ) -> None:
     """One panel: bars, the zeros at the left edge, and lines at μ, the median and p95 of the positive entries."""
-    found = drawn.statistics
-    zeros = f"ζ = {100 * found.zero_share:.3g} %"
-    axes.set_title(f"{drawn.component} (n = {found.entries:,})\n{zeros},  μ = {found.mean:.2g}", fontsize=9)
+    stats = drawn.statistics
+    zeros = f"ζ = {100 * stats.zero_share:.3g} %"
+    axes.set_title(f"{drawn.component} (n = {stats.entries:,})\n{zeros},  μ = {stats.mean:.2g}", fontsize=9)
     axes.set_xlabel("$F_{ii}$", fontsize=9)
     axes.tick_params(which="both", labelsize=8)
     axes.set_xscale("log")
@@ -180,10 +180,10 @@ def draw_histogram(
         axes.set_xticks([])
         axes.set_yticks([])
         axes.text(0.5, 0.5, "all zero", ha="center", va="center", transform=axes.transAxes, fontsize=9)
-    if found.median > 0:
-        axes.axvline(found.mean, color="C1", linestyle=":", linewidth=1.5, label="mean μ")
-        axes.axvline(found.median, color="0.2", linestyle="-", linewidth=1, label="median of $F_{ii} > 0$")
-        axes.axvline(found.p95, color="0.2", linestyle="--", linewidth=1, label="$p_{95}$ of $F_{ii} > 0$")
+    if stats.median > 0:
+        axes.axvline(stats.mean, color="C1", linestyle=":", linewidth=1.5, label="mean μ")
+        axes.axvline(stats.median, color="0.2", linestyle="-", linewidth=1, label="median of $F_{ii} > 0$")
+        axes.axvline(stats.p95, color="0.2", linestyle="--", linewidth=1, label="$p_{95}$ of $F_{ii} > 0$")
     _draw_zeros(axes, drawn, over)
 
 

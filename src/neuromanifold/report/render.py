@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from neuromanifold.report import formats
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
 
 def render(template: str, **values: object) -> str:
     """The text of a template of this package."""
     return _environment().get_template(template).render(**values)
-
-
-def draw(macro: str, *arguments: object) -> str:
-    """One chart or table alone: a macro of macros.html."""
-    module: Any = _environment().get_template("macros.html").module
-    return str(getattr(module, macro)(*arguments))
 
 
 @cache
@@ -39,21 +34,15 @@ def _environment() -> Environment:
 
 def _dotted(name: str) -> Markup:
     """A name that may be broken after its dots."""
-    from markupsafe import Markup
-
     return Markup(".<wbr>").join(name.split("."))
 
 
 def _prose(sentence: str) -> Markup:
     """A sentence whose names stand in `backticks`."""
-    from markupsafe import Markup
-
     code = Markup("<code>{}</code>")
     return Markup("").join(code.format(part) if i % 2 else part for i, part in enumerate(sentence.split("`")))
 
 
 def _asset(name: str) -> Markup:
     """The text of a style sheet or script that comes with the package."""
-    from markupsafe import Markup
-
     return Markup(files(__package__ or "").joinpath("assets", name).read_text(encoding="utf-8"))

@@ -55,15 +55,15 @@ def treemap(summary: Summary) -> list[Tile]:
     inside: dict[str, list[Statistics]] = {}
     for one in summary.parameters:
         inside.setdefault(summary.component_of[one.name], []).append(one)
-    made = []
+    boxes = []
     for (x, y, w, h), component, share, number_of in _placed(summary.components, _TINY, _ASPECT):
         if component is None:
             names = f"{number_of} smaller components"
-            made.append(Tile(names, share, 0.0, f"{names}\n{percent(share)} of the trace", x, y, w, h))
+            boxes.append(Tile(names, share, 0.0, f"{names}\n{percent(share)} of the trace", x, y, w, h))
             continue
         tiles = _tiles(inside[component.name], w * _ASPECT / h, heat)
-        made.append(Tile(component.name, share, heat(component), _tip(component), x, y, w, h, tiles))
-    return made
+        boxes.append(Tile(component.name, share, heat(component), _tip(component), x, y, w, h, tiles))
+    return boxes
 
 
 def squarified(shares: Sequence[float], aspect: float) -> list[tuple[float, float, float, float]]:
@@ -76,34 +76,34 @@ def squarified(shares: Sequence[float], aspect: float) -> list[tuple[float, floa
         return []
     x, y, width, height = 0.0, 0.0, aspect, 1.0
     areas = [share / total * aspect for share in shares]
-    made: list[tuple[float, float, float, float]] = []
-    while len(made) < len(areas):
-        side, rest = max(min(width, height), 1e-12), areas[len(made) :]  # rounding may leave no side at all
+    rectangles: list[tuple[float, float, float, float]] = []
+    while len(rectangles) < len(areas):
+        side, rest = max(min(width, height), 1e-12), areas[len(rectangles) :]  # rounding may leave no side at all
         n = 1
         while n < len(rest) and _worst(rest[: n + 1], side) <= _worst(rest[:n], side):
             n += 1
         thick, along = sum(rest[:n]) / side, 0.0
         for area in rest[:n]:
             length = area / thick
-            made.append((x, y + along, thick, length) if height <= width else (x + along, y, length, thick))
+            rectangles.append((x, y + along, thick, length) if height <= width else (x + along, y, length, thick))
             along += length
         if height <= width:
             x, width = x + thick, width - thick
         else:
             y, height = y + thick, height - thick
-    return [(100 * a / aspect, 100 * b, 100 * w / aspect, 100 * h) for a, b, w, h in made]
+    return [(100 * a / aspect, 100 * b, 100 * w / aspect, 100 * h) for a, b, w, h in rectangles]
 
 
 def _tiles(parameters: list[Statistics], aspect: float, heat: Callable[[Statistics], float]) -> tuple[Tile, ...]:
-    made = []
+    tiles = []
     for place, one, share, number_of in _placed(parameters, _SMALL, max(0.05, aspect)):
         if one is not None:
-            made.append(Tile(one.name, share, heat(one), _tip(one), *place))
+            tiles.append(Tile(one.name, share, heat(one), _tip(one), *place))
             continue
         largest = max((other for other in parameters if 0 < other.share < _SMALL), key=lambda other: other.mean)
         tip = f"{number_of} smaller parameters\n{percent(share)} of the trace"
-        made.append(Tile(f"{number_of} smaller", share, heat(largest), tip, *place))
-    return tuple(made)
+        tiles.append(Tile(f"{number_of} smaller", share, heat(largest), tip, *place))
+    return tuple(tiles)
 
 
 def _placed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.files import load, reads, save_tensors
+from neuromanifold.results.intervals import check_level, interval
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 from neuromanifold.results.summary import HEADER, NOTE, summarize
@@ -58,6 +60,16 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
     def stderr(self) -> Mapping[str, Tensor]:
         """The standard error of each entry, in the same view: a mapping that computes one tensor at a time."""
         return _StandardErrors(self)
+
+    def interval(self, level: float = 0.95) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
+
+        Those of a scaled χ² (`results.intervals`), which holds where only a few samples contribute to an entry, too;
+        F̂ ± 2 stderr does not.  Where samples were left out (`passes`) and none of the others contributes, nothing is
+        known: the upper end is infinite.
+        """
+        level = check_level(level)
+        return _Intervals(self, level, 0), _Intervals(self, level, 1)
 
     @property
     def mean(self) -> DiagonalFisher:
@@ -171,7 +183,8 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
     def _footer(self) -> str:
         p, tokens = self.provenance, f", {self.positions} positions" if self.positions != self.count else ""
         checked = f" ({p.verified} verified)" if p.verified else ""
-        seen = f"{self.count} samples{tokens}, {p.batches} batches{checked}, {p.passes} passes"
+        out = f" ({p.left_out} left out at random)" if p.left_out else ""
+        seen = f"{self.count} samples{out}{tokens}, {p.batches} batches{checked}, {p.passes} passes"
         lines = [f"{seen}; {p.estimator}: {p.target}"]
         scaled = [] if p.scale == 1 else [f"multiplied by {p.scale:g}"]
         return "\n".join([*lines, *scaled, *self._coarse(), *([p.stopped] if p.stopped else [])])
@@ -185,15 +198,11 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         return [f"squared per batch, with more noise, because no rule covers them: {shown}"]
 
 
-class _StandardErrors(Mapping[str, Tensor]):
-    """The standard errors of a diagonal by parameter name, each computed when it is asked for."""
+class _PerParameter(Mapping[str, Tensor]):
+    """Something about each entry of a diagonal by parameter name, computed when it is asked for."""
 
     def __init__(self, result: DiagonalFisher) -> None:
         self._result = result
-
-    def __getitem__(self, name: str) -> Tensor:
-        result = self._result
-        return result.noise[result.provenance.find(name, result.noise)] / result._divisor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._result)
@@ -202,7 +211,37 @@ class _StandardErrors(Mapping[str, Tensor]):
         return len(self._result)
 
     def __repr__(self) -> str:
-        return f"standard errors of {len(self)} parameters ({self._result.reduction})"
+        return f"{self._what} of {len(self)} parameters ({self._result.reduction})"
+
+    @property
+    def _what(self) -> str:
+        return "standard errors"
+
+
+class _StandardErrors(_PerParameter):
+    def __getitem__(self, name: str) -> Tensor:
+        result = self._result
+        return result.noise[result.provenance.find(name, result.noise)] / result._divisor
+
+
+class _Intervals(_PerParameter):
+    """One end of the confidence intervals: 0 is the lower one, 1 the upper one."""
+
+    def __init__(self, result: DiagonalFisher, level: float, end: int) -> None:
+        super().__init__(result)
+        self._level, self._end = level, end
+
+    def __getitem__(self, name: str) -> Tensor:
+        result = self._result
+        name = result.provenance.find(name, result.sums)
+        found = interval(result.sums[name], result.noise[name], self._level)[self._end]
+        if self._end and result.provenance.left_out:
+            found = torch.where(result.sums[name] == 0, math.inf, found)
+        return found / result._divisor
+
+    @property
+    def _what(self) -> str:
+        return f"{'upper' if self._end else 'lower'} ends of {100 * self._level:g} % intervals"
 
 
 @reads("diagonal")

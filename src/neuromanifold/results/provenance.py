@@ -35,6 +35,7 @@ class Provenance:
     noise_ratio: float = 1.0  # how large the noise is on average, as a share of the standard errors, which are bounds
     batches: int = 0
     passes: int = 0  # backward passes altogether
+    left_out: int = 0  # samples without a pass, for which others have larger weights
     verified: int = 0  # batches whose per-sample gradients were compared with autograd's
     model: str = ""
     data: str = ""
@@ -65,6 +66,7 @@ class Provenance:
             self,
             batches=self.batches + other.batches,
             passes=self.passes + other.passes,
+            left_out=self.left_out + other.left_out,
             verified=self.verified + other.verified,
             granularity={**self.granularity, **_coarser(self.granularity, other.granularity)},
             seeds=sorted({*self.seeds, *other.seeds}),

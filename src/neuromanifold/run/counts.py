@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.progress import RunProgress
 
 
@@ -26,9 +27,17 @@ class Counts:
     next: int = 0  # the number, in the data, of the batch after the last one
     running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
     running_positions: int | Tensor = 0
+    left_out: int = 0  # samples without a pass, for which others have larger weights
     noise_shares: tuple[float | Tensor, float | Tensor] | None = None  # `Estimator.noise_shares`, over some batches
 
-    def add_noise_shares(self, shares: tuple[Tensor, Tensor] | None) -> None:
+    def add(self, outputs: Outputs) -> None:
+        """Count one more batch."""
+        self.running_samples = self.running_samples + outputs.samples
+        self.running_positions = self.running_positions + outputs.positions
+        self.batches += 1
+        self.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+
+    def add_noise_shares(self, shares: tuple[float | Tensor, float | Tensor] | None) -> None:
         """Add those of one more batch; None: all of the bound is noise."""
         if shares is not None:
             noise, bound = self.noise_shares or (0.0, 0.0)

@@ -12,7 +12,7 @@ from torch import nn
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import finite_number, integer_in_range, message
-from neuromanifold.estimators import Estimator, Hutchinson
+from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.parameters import Selection, plain_name, tied_names
@@ -46,6 +46,7 @@ def fisher_diagonal(
     reduction: str = "mean",
     granularity: Granularity = "auto",
     seed: int = 0,
+    passes: float | None = None,
     rtol: float | None = None,
     progress: bool | Observer = False,
     class_dim: int = -1,
@@ -72,6 +73,8 @@ def fisher_diagonal(
             wherever per-sample gradients pass their verification, in the same backward pass; the rest per batch where
             that is unbiased.
         seed: random seed of the probes.  Same seed, same device, same batches: same result.
+        passes: the cost, in forward + backward passes over the data (0.7, 1, 1.5, ...), of an unbiased estimate that
+            gives most of them to the samples with most noise: `nm.Adaptive(passes)` in place of an `estimator`.
         rtol: stop once the relative standard error (Σ stderr / Σ F) is that small; warns if the data end before.
         progress: show a progress bar on standard error; or a function that is called with a `RunProgress` now and then.
         class_dim: which dimension of the logits holds the classes.
@@ -90,7 +93,7 @@ def fisher_diagonal(
             or "return" the result so far, whose `provenance.stopped` says so.
 
     """
-    estimator = Hutchinson() if estimator is None else estimator
+    estimator = _estimator(estimator, passes)
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
@@ -123,6 +126,7 @@ def fisher_trace(
     reduction: str = "mean",
     granularity: Granularity = "auto",
     seed: int = 0,
+    passes: float | None = None,
     rtol: float | None = None,
     progress: bool | Observer = False,
     class_dim: int = -1,
@@ -137,7 +141,7 @@ def fisher_trace(
 
     Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
     """
-    estimator = Hutchinson() if estimator is None else estimator
+    estimator = _estimator(estimator, passes)
     problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     options = _options(progress, shard, checkpoint, on_interrupt)
@@ -145,6 +149,15 @@ def fisher_trace(
     counts = _run(problem, settings, sums, options, rtol)
     provenance = make_provenance(problem, settings, counts, options.shard)
     return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view)
+
+
+def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
+    """The default, or the one that `passes` stands for."""
+    if passes is None:
+        return Hutchinson() if estimator is None else estimator
+    if estimator is not None:
+        raise ValueError(message("passes", f"None if there is an estimator ({estimator})", repr(passes)))
+    return Adaptive(passes)
 
 
 def _options(
@@ -228,10 +241,11 @@ def make_provenance(
         seeds=[settings.seed] if estimator.noise_factor else [],
         noise_factor=estimator.noise_factor,
         noise_ratio=counts.noise_ratio,
-        draws=[[settings.seed, shard[0], counts.next, shard[1]]],
+        draws=[[settings.seed, shard[0], -(-counts.next // settings.window), shard[1]]],
         data_fingerprints=[counts.first] if counts.first else [],
         batches=counts.batches,
         passes=counts.passes,
+        left_out=counts.left_out,
         verified=counts.verified,
         model=f"{type(model).__name__} with {size:,} parameters",
         data=type(getattr(problem.data, "dataset", problem.data)).__name__,

@@ -18,20 +18,20 @@ def captured_forward(
 ) -> tuple[Outputs, PerSampleBackward]:
     """Run the model until it is clear which of its parameters can be done per sample.
 
-    All forward passes of a batch begin with the same random states and buffers, so that noise inside of a model is no
-    difference, and a model that counts its calls counts one for each batch.
+    All forward passes of a batch begin with the same random states, buffers and attributes, so that noise inside of a
+    model is no difference, and a model that carries a state from batch to batch does so once for each batch.
     A model that fails with hooks, and not without, is left to autograd.
     """
-    restore: Callable[[], None] | None = None
+    restore: Callable[[], bool] | None = model_states(problem.model) if engine.carries_state else None
     reference = None
     engine.release()
     while True:
         if engine.needs_reference and reference is None:
-            restore = model_states(problem.model)
+            restore = restore or model_states(problem.model)
             outputs = problem.evaluate(batch, estimator)
             reference = engine.reference(outputs.logits)
             del outputs
-            restore()
+            engine.carries_state |= restore()
         try:
             with engine.capturing():
                 outputs = problem.evaluate(batch, estimator)

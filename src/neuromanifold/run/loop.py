@@ -5,17 +5,23 @@ for batch in problem.batches():                             those of the shard, 
     core = likelihood(logits at the positions that count)
     for u in estimator.cotangents(core, labels, generator):
         sums.add(gradients of u)                            one backward pass, squared per sample or per batch
+
+With adaptive passes, a window of batches takes the place of a batch (windows.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from neuromanifold.core.checks import message
+from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import GradientSums, StatefulSums
+from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer, Reporter
 from neuromanifold.run.checkpoint import Checkpoint, CheckpointedRun, identity_of
@@ -23,6 +29,7 @@ from neuromanifold.run.counts import Counts
 from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.interrupts import Interrupts, OnInterrupt
 from neuromanifold.run.step import Settings, Step
+from neuromanifold.run.windows import AdaptiveSteps
 
 _FINGERPRINTED = 2**13  # numbers of each tensor of a batch
 CudaGraphs = bool | Literal["auto"]
@@ -54,7 +61,12 @@ def run(
     counts, (shard, shards), number, left = Counts(), options.shard, -1, 0
     step = Step(problem, settings, sums)
     captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
-    process = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
+    one_by_one = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
+    process = (
+        AdaptiveSteps(step, counts)
+        if isinstance(settings.estimator, Adaptive)
+        else lambda batches: map(one_by_one, batches)
+    )
     saved = _resumed(step, counts, options)
     interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
     reporter = Reporter(options.progress) if callable(options.progress) else None
@@ -62,38 +74,46 @@ def run(
 
     def synchronize() -> None:
         """Wait for what is still open, so that counts and sums are right."""
-        process.synchronize()
+        one_by_one.synchronize()
         step.validation.flush()
         counts.synchronize()
+
+    def examine(batch: Batch, outputs: Outputs) -> None:
+        """Count a batch, and warn of what looks wrong: in the first one, and when parameters turn out to be slow."""
+        nonlocal left
+        sums.synchronize()
+        if not counts.batches or step.method.left_to_autograd > left:
+            problem.inspect(batch, outputs)
+        left = step.method.left_to_autograd
+        if counts.batches & (counts.batches - 1) == 0:  # 0, 1, 2, 4, ...: some are enough
+            core = problem.distributions(outputs, labels=False).core
+            counts.add_noise_shares(settings.estimator.noise_shares(core))
+        counts.add(outputs)
 
     with problem.session(), step.method.attached(), interrupts.watched():
         try:
             if enough and counts.batches:
                 counts.stopped = enough(counts)
-            for number, item in problem.items(progress=bar, description=options.description):
-                if not number:
-                    counts.first = fingerprint(("batch", item), most=_FINGERPRINTED)
-                if number % shards != shard or (saved and saved.was_done(number, item)):
+            for window in windows(problem.items(progress=bar, description=options.description), settings.window):
+                number = window[-1][0]
+                if not window[0][0]:
+                    counts.first = fingerprint(("batch", window[0][1]), most=_FINGERPRINTED)
+                if window[0][0] // settings.window % shards != shard:
+                    continue
+                window = [(n, item) for n, item in window if not (saved and saved.was_done(n, item))]
+                if not window:
                     continue
                 if counts.stopped:
                     break
                 with interrupts.held_back():
-                    if saved:
-                        saved.begin_batch(item)
-                    batch = problem.read(item, number)
-                    outputs = process(batch).detached()  # without its activations
-                    sums.synchronize()
-                    if not counts.batches or step.method.left_to_autograd > left:
-                        problem.inspect(batch, outputs)
-                    left = step.method.left_to_autograd
-                    if counts.batches & (counts.batches - 1) == 0:  # 0, 1, 2, 4, ...: some are enough
-                        core = problem.distributions(outputs, labels=False).core
-                        counts.add_noise_shares(settings.estimator.noise_shares(core))
-                    counts.running_samples = counts.running_samples + outputs.samples
-                    counts.running_positions = counts.running_positions + outputs.positions
-                    counts.batches, counts.next = counts.batches + 1, number + 1
-                    counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
-                    counts.methods = step.method.methods()
+                    batches = []
+                    for n, item in window:
+                        if saved:
+                            saved.begin_batch(item)
+                        batches.append(problem.read(item, n))
+                    for batch, outputs in zip(batches, process(batches), strict=True):
+                        examine(batch, outputs.detached())  # without its activations
+                    counts.next, counts.methods = number + 1, step.method.methods()
                     if reporter:
                         reporter.batch_done(lambda: counts.progress(relative_error(counts)))
                     counts.stopped = enough(counts) if enough else ""
@@ -124,6 +144,12 @@ def run(
         got = f"{counts.batches} batches" + (f" in shard {shard} of {shards}" if shards > 1 else "")
         raise ValueError(message("data", "an iterable with at least one sample", got, advice))
     return counts
+
+
+def windows(items: Iterator[tuple[int, object]], size: int) -> Iterator[list[tuple[int, object]]]:
+    """Lists of so many numbered items, the last one perhaps shorter."""
+    while window := list(islice(items, size)):
+        yield window
 
 
 def _resumed(step: Step, counts: Counts, options: LoopOptions) -> CheckpointedRun | None:

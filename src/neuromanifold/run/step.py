@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from neuromanifold.core.checks import random_seed
 from neuromanifold.estimators import Estimator
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import batch_seed, cotangents
+from neuromanifold.problem.cotangents import batch_seed, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.granularity import Granularity, choose_granularity
@@ -32,6 +33,11 @@ class Settings:
         level = choose_granularity(estimator, granularity)
         return cls(estimator.for_batches() if level == "batch" else estimator, level, seed)
 
+    @property
+    def window(self) -> int:
+        """How many batches are taken together."""
+        return self.estimator.window
+
 
 class Step:
     """Forward and backward passes for a batch, whose noise depends on the seed and the batch's number alone."""
@@ -48,10 +54,14 @@ class Step:
         self.complete(batch, outputs)
         return outputs
 
-    def complete(self, batch: Batch, outputs: Outputs) -> None:
+    def complete(self, batch: Batch, outputs: Outputs, estimator: Estimator | None = None) -> None:
         """Do all that comes after the forward pass of a batch."""
         self.seed(batch.number)
-        self.backward(outputs)
+        self.backward(outputs, estimator)
+        self.end_batch(batch)
+
+    def end_batch(self, batch: Batch) -> None:
+        """Let go of a batch whose passes are done."""
         self.method.end_batch()
         self.method.verify_late(batch)
 
@@ -66,8 +76,10 @@ class Step:
         """Run the model on a batch, as often as its method needs."""
         return self.method.forward(batch)
 
-    def backward(self, outputs: Outputs) -> None:
-        """Send all cotangents of the estimator back."""
-        drawn = cotangents(outputs, self.settings.estimator, self.generator, self.validation)
-        self.method.add(outputs, drawn, self.sums)
+    def backward(
+        self, outputs: Outputs, estimator: Estimator | None = None, keep: Tensor | None = None, mean_keep: float = 1.0
+    ) -> None:
+        """Send all cotangents of an estimator back; of samples that were kept at random, with their weights."""
+        drawn = cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
+        self.method.add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep), self.sums)
         self.sums.end_batch()

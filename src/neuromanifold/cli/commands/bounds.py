@@ -10,8 +10,8 @@ import typer
 
 from neuromanifold.bounds.run import fisher_bounds
 from neuromanifold.cli.console import print_facts
-from neuromanifold.cli.files import check_output
 from neuromanifold.cli.options import Labels, NoProgress, Setup, option, run_option, with_setup
+from neuromanifold.cli.parsing import check_output
 
 BATCHES = 8  # by default: each class takes backward passes of its own
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from neuromanifold.cli.console import print_result
-from neuromanifold.cli.files import check_output
+from neuromanifold.cli.parsing import check_output
 from neuromanifold.core.checks import message
 from neuromanifold.results.diagonal import load_diagonal
 

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from neuromanifold.cli.console import print_facts, print_table
-from neuromanifold.cli.files import check_creatable
+from neuromanifold.cli.parsing import check_creatable
 from neuromanifold.core import Categorical
 from neuromanifold.experiments.core_space import core_path, plot_core_path, tightness
 from neuromanifold.report.plots import needs_matplotlib, save_figure
@@ -41,10 +41,10 @@ def _tightness_row(classes: int, scale: float) -> tuple[str, ...]:
     return (str(classes), f"{scale:g}", *ratios, f"{1e6 * _seconds_per_sample(classes, scale):.1f} µs")
 
 
-def _seconds_per_sample(classes: int, scale: float, samples: int = 256) -> float:
+def _seconds_per_sample(classes: int, scale: float) -> float:
     generator = torch.Generator().manual_seed(0)
-    core = Categorical(scale * torch.randn(samples, classes, generator=generator, dtype=torch.float64))
+    core = Categorical(scale * torch.randn(256, classes, generator=generator, dtype=torch.float64))
     core.spectrum(2)
     start = time.perf_counter()
     core.spectrum(2)
-    return (time.perf_counter() - start) / samples
+    return (time.perf_counter() - start) / 256

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from neuromanifold.cli.console import print_facts
-from neuromanifold.cli.files import check_creatable
 from neuromanifold.cli.options import NoProgress
+from neuromanifold.cli.parsing import check_creatable
 from neuromanifold.diagnostics.check import check
 from neuromanifold.experiments import one_thread
 from neuromanifold.experiments.digits import TRAINING, train_digits

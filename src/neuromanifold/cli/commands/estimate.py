@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from neuromanifold.cli.console import print_result, progress_bar
-from neuromanifold.cli.files import check_output
 from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress, Setup, option, run_option, with_setup
-from neuromanifold.cli.parsing import parse_estimator, parse_granularity, parse_shard
+from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granularity, parse_shard
 from neuromanifold.core.checks import message
 from neuromanifold.problem.parameters import select_parameters
 from neuromanifold.results.files import check_destination

@@ -16,7 +16,7 @@ def forecast_command(
     setup: Setup,
     estimator: EstimatorName = "Hutchinson()",
     granularity: GranularityName = "auto",
-    tries: Annotated[int, run_option("Number of batches to try.", min=1)] = 3,
+    tries: Annotated[int, run_option("Number of batches to run.", min=1)] = 3,
 ) -> None:
     """Predict what `estimate` with the same options takes: time, memory, size of the file.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from neuromanifold.cli.console import print_facts
-from neuromanifold.cli.files import check_output
+from neuromanifold.cli.parsing import check_output
 from neuromanifold.report.page import write_page
 from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.results.files import byte_size

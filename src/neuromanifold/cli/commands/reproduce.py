@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 
 from neuromanifold.cli.console import note, progress_bar
-from neuromanifold.cli.files import check_creatable
 from neuromanifold.cli.options import Device, NoProgress, option, run_option
+from neuromanifold.cli.parsing import check_creatable
 from neuromanifold.core.checks import message
 from neuromanifold.experiments.paper import Folder, PaperRun, PaperSettings, PaperTask, Source, reproduce
-from neuromanifold.experiments.paper.run import TIMING_ROUNDS
+from neuromanifold.experiments.paper.folder import TIMING_ROUNDS
 from neuromanifold.experiments.paper.tasks import TASKS, find_tasks
 from neuromanifold.hf.models import DTYPES, as_device
 from neuromanifold.problem.progress import Observer

@@ -10,9 +10,8 @@ for each task:                                      `tasks`: six networks and th
     tables of all tasks so far                      `table`
 """
 
-from neuromanifold.experiments.paper.folder import Folder, PaperSettings
+from neuromanifold.experiments.paper.folder import Folder, PaperRun, PaperSettings
 from neuromanifold.experiments.paper.reproduce import reproduce
-from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.sources import Source
 from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
 

@@ -39,8 +39,8 @@ def draw_passes(folder: Folder, prepared: Prepared) -> None:
     _save(figure, folder, prepared, "passes")
 
 
-def errors_against_passes(folder: Folder, prepared: Prepared, group: str = "rest") -> ErrorCost:
-    """The columns as points, and probes = 1, 2, 4, ... C - 1 as a curve."""
+def errors_against_passes(folder: Folder, prepared: Prepared) -> ErrorCost:
+    """The columns as points, and probes = 1, 2, 4, ... C - 1 as a curve; embeddings are left out of the errors."""
 
     def points(columns: list[Column]) -> tuple[EstimatorPoint, ...]:
         found = ((column, folder.numbers(prepared.name, column.key)) for column in columns)
@@ -50,7 +50,7 @@ def errors_against_passes(folder: Folder, prepared: Prepared, group: str = "rest
                 column.per == "sample",
                 numbers["target"] in ("unbiased", "exact"),
                 float(numbers["passes"]),
-                float(numbers["errors"].get(group, numbers["errors"]["all"])["relmae"]),
+                float(numbers["errors"].get("rest", numbers["errors"]["all"])["relmae"]),
             )
             for column, numbers in found
             if numbers is not None

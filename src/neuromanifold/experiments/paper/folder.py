@@ -1,4 +1,4 @@
-"""The folder of results: what is in it, and that all of it was made with the same settings.
+"""One run: its settings, its callbacks, and the folder of its results, all of it made with the same settings.
 
 OUT/settings.json           settings, versions, and for each task its model, its data and what was found about them
 OUT/TASK/rows.json          which rows of the data, in their order
@@ -12,7 +12,8 @@ OUT/table.txt, .csv, .tex
 from __future__ import annotations
 
 import platform
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,9 +23,14 @@ import torch
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import integer_in_range, message, random_seed
+from neuromanifold.problem.progress import Observer
 from neuromanifold.results.files import load_json, save_json, without_nan
 
+TIMING_ROUNDS = 5
 _PACKAGES = ("transformers", "datasets", "numpy", "triton")
+
+ProgressContext = Callable[[str, object], AbstractContextManager[Observer | bool]]
+"""Returns a context with the argument `progress` of `fisher_diagonal`, such as one that draws a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,18 @@ class Folder:
             got = f"one with other settings{whose}: {', '.join(different)}"
             advice = "Give another folder with --out, or the settings it was begun with."
             raise ValueError(message("out", f"a folder of the same run ({self.path})", got, advice))
+
+
+@dataclass(frozen=True)
+class PaperRun:
+    """One call of `reproduce`: its folder, its callbacks, and what it leaves out."""
+
+    folder: Folder
+    log: Callable[[str], None]  # called with a line about what has been found
+    progress: ProgressContext  # called with the name of an estimate and its data
+    keep: bool = True  # the diagonals of the table's columns, and not only the exact one
+    rounds: int = TIMING_ROUNDS  # of timing; 0: no timing
+    most_probes: int | None = None  # last point of the curve over probes; None: C - 1
 
 
 def versions() -> dict[str, str]:

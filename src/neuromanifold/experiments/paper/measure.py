@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from neuromanifold.diagnostics.runs import EPSILON, short_name
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column, curve
-from neuromanifold.experiments.paper.folder import versions
-from neuromanifold.experiments.paper.run import PaperRun
+from neuromanifold.experiments.paper.folder import PaperRun, versions
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.comparison import compare
@@ -40,7 +39,7 @@ def exact_diagonal(run: PaperRun, prepared: Prepared) -> DiagonalFisher:
 
 
 def measure(run: PaperRun, prepared: Prepared, column: Column, exact: DiagonalFisher) -> dict[str, Any]:
-    """PaperRun a column and keep its errors; its diagonal, too, if it is one of the table and `run.keep` says so."""
+    """Run a column and keep its errors; its diagonal, too, if it is one of the table and `run.keep` says so."""
     result, seconds = _timed_diagonal(run, prepared, column)
     if run.keep and column in COLUMNS:
         result.save(run.folder.file(prepared.name, f"{column.key}.safetensors"))

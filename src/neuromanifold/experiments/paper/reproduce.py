@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from neuromanifold.core.checks import message
 from neuromanifold.experiments.paper.columns import COLUMNS
 from neuromanifold.experiments.paper.figures import draw_histograms, draw_passes
+from neuromanifold.experiments.paper.folder import PaperRun
 from neuromanifold.experiments.paper.measure import describe, exact_diagonal, measure, wanted_columns
-from neuromanifold.experiments.paper.run import PaperRun
 from neuromanifold.experiments.paper.sources import Prepared, Source, check_sources, prepare
 from neuromanifold.experiments.paper.speed import measure_speed
 from neuromanifold.experiments.paper.table import write_tables
@@ -21,7 +21,7 @@ _BYTES = 8  # of a diagonal for each parameter: value and standard error
 
 
 def reproduce(run: PaperRun, tasks: Sequence[PaperTask], sources: Mapping[str, Source]) -> str:
-    """PaperRun the unfinished steps of the tasks, and return the table of everything in the folder.
+    """Run the unfinished steps of the tasks, and return the table of everything in the folder.
 
     `sources` has for a task the model and data to use instead of those on the hub.
     """

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from neuromanifold.diagnostics.memory import free
-from neuromanifold.experiments.paper.folder import PaperSettings
-from neuromanifold.experiments.paper.run import PaperRun
+from neuromanifold.experiments.paper.folder import PaperRun, PaperSettings
 from neuromanifold.experiments.paper.tasks import PaperTask
 from neuromanifold.hf import (
     LabelError,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, Column
-from neuromanifold.experiments.paper.folder import Folder
-from neuromanifold.experiments.paper.run import TIMING_ROUNDS
+from neuromanifold.experiments.paper.folder import TIMING_ROUNDS, Folder
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.problem.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal

@@ -1,0 +1,238 @@
+"""Passes where the noise is: which samples are worth several of them, and which can be left out at times.
+
+A sample's output distributions say, before any backward pass, how large its part of F is and how noisy an estimate of
+it would be.  On average over directions of J, and up to one factor for all samples, with t = tr M and q = ‖M‖²,
+
+    F² = t² + 2q        and the variance of m passes is 2 S²_m,        S²_1 = t² - q        (`remaining_noise`).
+
+A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
+Its estimate has the variance 2 S²_m/π + (1/π - 1)(t² + 2q), and costs π(1 + 2m) forward passes.  The smallest sum of
+variances at a given cost has one number μ for all samples:
+
+    π = min(1, t/√μ)        m = argmin S²_m + μm, which is 1 wherever π < 1.
+
+Proof.  For m = 1 the variance is 3t²/π - (t² + 2q), so ∂/∂π of variance + 3μπ is zero at π = t/√μ.  With π = 1 the
+choice of m minimises 2 S²_m + 2μm.  Several passes cannot pay below π = 1: S²_1 <= t² < μ there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import Categorical, Core
+from neuromanifold.core.checks import finite_number, integer_in_range
+from neuromanifold.core.diagonal import DiagonalCore
+from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.hutchinson import Hutchinson
+from neuromanifold.estimators.orthogonal import remaining_noise
+
+_EIGENPAIRS = 8  # of a sample, at most, that may have passes of their own
+_FEWER = 0.9  # of the variance of equal passes is worth looking at the outputs first
+
+
+@dataclass(frozen=True)
+class Adaptive(Estimator):
+    """Unbiased like `Hutchinson`, at a given cost, with passes for the samples whose estimates would be noisy.
+
+    `cost` is in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
+
+    The outputs of `window` batches are computed first.  Samples that contribute little are left out at random and
+    weighted where they are kept; those with much noise get passes for their leading eigenvectors.  Batches are
+    regrouped accordingly.  On trained classifiers few samples carry most of F and of its noise, so that this is several
+    times more accurate.  Where all samples are alike, as with near-uniform predictions, looking at outputs first does
+    not pay: then all get the same number of passes, and nothing is computed twice.  It is decided for each window by
+    its first batch.
+    """
+
+    cost: float = 1.0
+    window: int = 16
+
+    centred: ClassVar[bool] = True
+    target: ClassVar[str] = "unbiased"
+    noise_factor: ClassVar[float] = 1.0  # of samples that are left out most of the time: Var(g²) <= E[g⁴]
+
+    def __post_init__(self) -> None:
+        finite_number(self.cost, "passes", positive=True, advice="1 costs as much as forward + backward of all data.")
+        integer_in_range(self.window, "window", 1, 10**6, "how many batches are planned together")
+
+    def passes(self, core: Core) -> int:
+        """As many as all samples can have at this cost."""
+        return self.alike(0).passes(core)
+
+    def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
+        """The same number of passes for all distributions, wherever samples cannot be regrouped."""
+        return self.alike(0).cotangents(core, labels, generator)
+
+    def pass_noise(self, core: Core, alone: bool) -> list[float]:
+        """That of the same number of passes for all distributions."""
+        return self.alike(0).pass_noise(core, alone)
+
+    @property
+    def independent_passes(self) -> bool:
+        """The passes of a sample depend on each other."""
+        return False
+
+    def for_batches(self) -> Estimator:
+        """Independent probes at this cost: cross terms between samples are most of the noise there."""
+        return self.alike(0).for_batches()
+
+    @property
+    def mean_passes(self) -> float:
+        """How many backward passes all samples can have at this cost: 1 + 2m forward passes."""
+        return max(1.0, (3 * self.cost - 1) / 2)
+
+    def alike(self, batch: int) -> Hutchinson:
+        """What to do with a batch if all samples are alike: of 1.75 passes, two for three of four batches."""
+        return several(math.floor((batch + 1) * self.mean_passes) - math.floor(batch * self.mean_passes))
+
+    def allocation(self, samples: int) -> Allocation:
+        """The same for all samples: fewer passes than one leave some of them out."""
+        ones = torch.ones(samples, dtype=torch.float64)
+        return Allocation(ones * min(1.0, self.cost), ones * self.mean_passes, 0.0)
+
+
+def several(passes: int) -> Hutchinson:
+    """So many passes, of which leading eigenvectors may have all but one."""
+    return Hutchinson(passes, deflate=_EIGENPAIRS if passes > 1 else 1)
+
+
+class Scores(NamedTuple):
+    """What the outputs say about samples, float64 on the CPU."""
+
+    trace: Tensor  # [n] t, over all positions of a sample
+    squared_norm: Tensor  # [n] q
+    noise: Tensor  # [n, j] S²_m for the j-th of `passes`
+    passes: Tensor  # [j] numbers of passes to choose from
+
+    @property
+    def fisher(self) -> Tensor:
+        """F² on average over directions of J, [n]."""
+        return self.trace.square() + 2 * self.squared_norm
+
+    def of(self, rows: Tensor) -> Scores:
+        """The scores of some of the samples."""
+        return Scores(self.trace[rows], self.squared_norm[rows], self.noise[rows], self.passes)
+
+    def at(self, passes: Tensor) -> Tensor:
+        """S²_m for m passes, [n]; numbers of passes in between are interpolated."""
+        j = torch.searchsorted(self.passes, passes).clamp(1, max(1, len(self.passes) - 1))
+        if len(self.passes) == 1:
+            return self.noise[:, 0]
+        below, above = self.passes[j - 1], self.passes[j]
+        share = ((passes - below) / (above - below)).clamp(0, 1)
+        low, high = (self.noise.gather(-1, k[:, None])[:, 0] for k in (j - 1, j))
+        return low + share * (high - low)
+
+
+class Allocation(NamedTuple):
+    """How often each sample is kept, and with how many passes."""
+
+    keep: Tensor  # [n] π
+    passes: Tensor  # [n] m
+    price: float  # μ
+
+    def variance(self, scores: Scores) -> float:
+        """Predict the sum of variances, in units of `Scores`."""
+        kept = self.keep > 0
+        pi, noise, fisher = self.keep[kept], scores.at(self.passes)[kept], scores.fisher[kept]
+        return float((2 * noise / pi + (1 / pi - 1) * fisher).sum())
+
+    @property
+    def cost(self) -> float:
+        """The expected number of forward passes of a sample, where a backward pass counts two."""
+        return float((self.keep * (1 + 2 * self.passes)).sum())
+
+
+def score(
+    trace: Tensor, squared_norm: Tensor, rank: int, core_of: Callable[[Tensor], Core] | None, budget: float
+) -> Scores:
+    """Scores of samples that so many forward passes may be spent on.
+
+    `core_of` gives the output distributions of some of the samples, if each has a single one.  Their eigenvalues are
+    computed only where several passes may pay: the price μ of one pass for each sample is a lower bound.
+    """
+    t, q = trace.double().cpu(), squared_norm.double().cpu()
+    one = (t.square() - q).clamp(min=0)
+    choices = torch.tensor(_choices(rank if core_of is not None else 2**30), dtype=torch.float64)
+    noise = one[:, None] / choices
+    if core_of is None or rank == 1:
+        return Scores(t, q, noise, choices)
+    noisy = (one > allocate(Scores(t, q, one[:, None], choices[:1]), budget).price).nonzero()[:, 0]
+    core = core_of(noisy) if len(noisy) else None
+    if isinstance(core, (Categorical, DiagonalCore)):
+        values = core.spectrum(min(_EIGENPAIRS, rank - 1)).values.double().cpu()
+        table = [remaining_noise(values, t[noisy], q[noisy], rank, int(m)).amin(-1) for m in choices]
+        noise[noisy] = torch.stack(table, -1)
+    return Scores(t, q, noise, choices)
+
+
+def allocate(scores: Scores, budget: float) -> Allocation:
+    """The allocation with the least variance for so many forward passes altogether, by bisection for μ."""
+
+    def at(price: float) -> Allocation:
+        best = (scores.noise + price * scores.passes).argmin(-1)
+        keep = (scores.trace / math.sqrt(price)).clamp(max=1)
+        return Allocation(torch.where(best > 0, 1.0, keep), scores.passes[best], price)
+
+    largest = float(scores.trace.amax()) if len(scores.trace) else 0.0
+    low, high = 1e-40 * max(largest, 1e-100) ** 2, 1e20 * max(largest, 1e-100) ** 2
+    if not largest or at(low).cost <= budget:
+        return at(max(low, 1e-300))
+    for _ in range(80):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if at(middle).cost > budget else (low, middle)
+        if high < 1.001 * low:
+            break
+    return at(high)
+
+
+def pays(estimator: Adaptive, scores: Scores) -> bool:
+    """Whether it pays to compute outputs first and then to choose samples, for samples like these."""
+    cost, samples = estimator.cost, len(scores.trace)
+    budget = (3 * cost - 1) * samples
+    if budget <= 0 or not bool((scores.trace > 0).any()):
+        return False
+    alike = estimator.allocation(samples)
+    return allocate(scores, budget).variance(scores) < _FEWER * alike.variance(scores)
+
+
+def chosen(keep: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw samples that are kept with the given probabilities, by their numbers.
+
+    One random number for all: of those with π < 1, those are kept at which Σ π passes an integer.  So their number is
+    ⌊Σ π⌋ or ⌈Σ π⌉, and neighbours are hardly ever kept or left out together.
+    """
+    sums = _random(generator) + torch.where(keep < 1, keep, 0).cumsum(0)
+    passed = sums.floor() > torch.cat([sums[:1] - keep[:1].clamp(max=1), sums[:-1]]).floor()
+    return (passed | (keep >= 1)).nonzero()[:, 0]
+
+
+def in_full_groups(keep: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """The probabilities, changed such that the number of samples that are kept is a multiple of the groups' size.
+
+    Rounded up or down at random, so that the cost is what it was on average.
+    """
+    sure = int((keep >= 1).sum())
+    expected = float(torch.where(keep < 1, keep, 0).sum())
+    groups = math.floor((sure + expected) / size + float(_random(generator)))
+    wanted = groups * size - sure
+    wanted += size * max(0, math.ceil(-wanted / size))
+    return torch.where(keep < 1, (keep * (wanted / expected)).clamp(max=1), keep) if expected > 0 else keep
+
+
+def _random(generator: torch.Generator) -> Tensor:
+    """A number between 0 and 1."""
+    return torch.rand((), generator=generator, dtype=torch.float64, device=generator.device).cpu()
+
+
+def _choices(rank: int) -> list[int]:
+    """Numbers of passes to choose from, up to the rank, from which on nothing is random."""
+    dense = list(range(1, _EIGENPAIRS + 2))
+    sparse = [round(3 * 2 ** (k / 2)) for k in range(4, 40)]  # 12, 17, 24, 34, ...
+    return sorted({m for m in (*dense, *sparse) if m < min(rank, 2**12)} | {max(1, min(rank, 2**12))})

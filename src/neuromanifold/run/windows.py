@@ -1,0 +1,199 @@
+"""Adaptive passes: the outputs of some batches first, then passes for the samples that are worth them.
+
+for each window of batches
+    outputs of its first batch                      captured: if all samples are alike, backward follows as usual
+    outputs of the others                           without a graph, for the scores alone
+    allocation                                      who is kept, with how many passes (estimators/adaptive.py)
+    samples with equal numbers of passes            regrouped into batches: forward, and that many backward passes
+
+All random numbers of a window follow from the seed and the number of its first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuromanifold.core import Core
+from neuromanifold.core.checks import message
+from neuromanifold.estimators.adaptive import (
+    Adaptive,
+    Allocation,
+    Scores,
+    allocate,
+    chosen,
+    in_full_groups,
+    pays,
+    score,
+    several,
+)
+from neuromanifold.problem.batches import Batch, SomeSamples, gather, same_kind
+from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.suspicions import samples_influence_each_other
+from neuromanifold.run.counts import Counts
+from neuromanifold.run.step import Step
+
+
+class _Scored(NamedTuple):
+    """What is kept of the outputs of a batch."""
+
+    batch: Batch
+    trace: Tensor  # [B] tr M, over all positions of a sample
+    squared_norm: Tensor  # [B] ‖M‖²
+    rank: int
+    logits: Tensor | None  # [B, C], if a sample has a single output distribution
+
+    @property
+    def samples(self) -> int:
+        return len(self.trace)
+
+
+class AdaptiveSteps:
+    """Takes the batches of a window together."""
+
+    def __init__(self, step: Step, counts: Counts) -> None:
+        assert isinstance(step.settings.estimator, Adaptive)
+        self._step, self._problem, self._estimator = step, step.problem, step.settings.estimator
+        self._counts = counts
+        self._regroups: bool | None = None  # whether samples can be taken out of their batches
+        self._compared = False  # whether regrouped samples have the logits that they had before
+
+    def __call__(self, batches: list[Batch]) -> Iterator[Outputs]:
+        """Yield the outputs of each batch; at the end, all passes of the window are done."""
+        first, outputs = batches[0], self._step.forward(batches[0])
+        if self._regroups is None and len(outputs.logits):
+            self._regroups = samples_influence_each_other(self._problem, first, outputs.detached()) is False
+        if self._estimator.cost < 1 and self._regroups is False:
+            advice = "Use passes=1 or more: then batches are left as they are."
+            got = "batches that cannot be split, or samples that influence each other"
+            raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
+        scored = self._scored(first, outputs)
+        scores = self._scores([scored])
+        if self._regroups and pays(self._estimator, scores):
+            yield from self._by_scores(scored, batches, outputs)
+            return
+        alike = self._estimator.allocation(len(scores.trace))
+        self._note_noise(scores, alike, times=len(batches))
+        if self._estimator.cost < 1:
+            yield from self._at_random(batches, outputs)
+            return
+        for batch in batches:
+            outputs = outputs if batch is first else self._step.forward(batch)
+            self._step.complete(batch, outputs, self._estimator.alike(batch.number))
+            yield outputs.detached()
+
+    def _by_scores(self, scored: _Scored, batches: list[Batch], outputs: Outputs) -> Iterator[Outputs]:
+        """Outputs of all batches first; then passes for the samples that are worth them."""
+        yield outputs.detached()
+        self._step.method.end_batch()  # the graph of the first is not needed
+        window = [scored]
+        for batch in batches[1:]:
+            more = self._problem.outputs(batch)
+            window.append(self._scored(batch, more))
+            yield more
+        self._step.seed(batches[0].number)
+        scores = self._scores(window)
+        allocation = allocate(scores, self._budget(window))
+        kinds = [same_kind(one.batch, one.samples, self._problem.batch_dim) for one in window]
+        if len(set(kinds)) == 1:
+            size, generator = max(one.samples for one in window), self._step.generator
+            allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, generator))
+        kept = chosen(allocation.keep, self._step.generator)
+        self._counts.left_out += len(scores.trace) - len(kept)
+        owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
+        for kind in dict.fromkeys(kinds):
+            numbers = [b for b, other in enumerate(kinds) if other == kind]
+            own = kept[torch.isin(owner[kept], torch.tensor(numbers))]
+            order = (allocation.passes[own] + allocation.keep[own]).argsort(descending=True, stable=True)
+            for group in torch.split(own[order], max(1, *(window[b].samples for b in numbers))):
+                self._run_group(group.sort().values, scores, allocation, window)
+
+    def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Scored]) -> None:
+        """Forward and backward passes for some samples of a window, in the order of the data.
+
+        Their number is the one that is best for the group.
+        """
+        keep = allocation.keep[group]
+        noise = (scores.noise[group] / keep[:, None]).sum(0) + allocation.price * len(group) * scores.passes
+        passes = int(scores.passes[noise.argmin()])
+        bounds = torch.tensor([0, *(one.samples for one in window)]).cumsum(0)
+        parts, expected = [], []
+        for start, stop, one in zip(bounds, bounds[1:], window, strict=False):
+            rows = group[(group >= start) & (group < stop)] - start
+            if len(rows):
+                parts.append(SomeSamples(one.batch, one.samples, rows))
+                expected.append(None if one.logits is None else one.logits[rows.to(one.logits.device)])
+        self._run(gather(parts, self._problem.batch_dim), passes, keep, scores.trace[group], expected)
+        done = Allocation(keep, torch.full((len(group),), float(passes), dtype=torch.float64), allocation.price)
+        self._note_noise(scores.of(group), done)
+
+    def _note_noise(self, scores: Scores, done: Allocation, times: int = 1) -> None:
+        """Add the predicted variance of samples that were kept, and the bound that their standard errors are."""
+        variance, keep = 2 * scores.at(done.passes), done.keep
+        bound = torch.where(done.passes <= 1, 2 * scores.trace.square(), variance)
+        missed = (1 - keep) * (scores.fisher + variance)
+        noise, bounded = (times * float(((keep * one + missed) / keep.square()).sum()) for one in (variance, bound))
+        self._counts.add_noise_shares((noise, bounded))
+
+    def _at_random(self, batches: list[Batch], outputs: Outputs) -> Iterator[Outputs]:
+        """Samples of each batch at random, which are as good as any other if all are alike."""
+        first = outputs.detached()
+        self._step.method.end_batch()
+        for batch in batches:
+            self._step.seed(batch.number)
+            samples = self._problem.samples_of(batch, first)
+            keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
+            rows = chosen(keep, self._step.generator)
+            self._counts.left_out += samples - len(rows)
+            if len(rows):
+                part = gather([SomeSamples(batch, samples, rows)], self._problem.batch_dim)
+                first = self._run(part, 1, keep[rows], torch.ones(len(rows)), [])
+            yield self._problem.outputs_like(first, batch, samples)
+
+    def _run(self, batch: Batch, passes: int, keep: Tensor, sizes: Tensor, expected: list[Tensor | None]) -> Outputs:
+        """Forward and backward passes for samples that were kept with these probabilities."""
+        outputs = self._step.forward(batch)
+        logits = [one for one in expected if one is not None]
+        if logits and not self._compared:
+            self._compared = True
+            if not _nearly_same(outputs.logits.detach(), torch.cat(logits)):
+                advice = "Use passes=None, which leaves batches as they are, and see nm.check."
+                got = "logits that change with the other samples of a batch"
+                raise ValueError(message("model", "one that treats samples alike in every batch", got, advice))
+        weights = (sizes / keep).square()
+        mean = float((keep * weights).sum() / weights.sum()) if float(weights.sum()) else 1.0
+        self._step.backward(outputs, several(passes), keep, mean)
+        self._step.end_batch(batch)
+        return outputs.detached()
+
+    def _budget(self, window: list[_Scored]) -> float:
+        """Forward passes of samples that are left when all outputs have been computed."""
+        return (3 * self._estimator.cost - 1) * sum(one.samples for one in window)
+
+    def _scored(self, batch: Batch, outputs: Outputs) -> _Scored:
+        """Reduce outputs to what scores are made of."""
+        core = self._problem.distributions(outputs, self._step.validation, labels=False).core
+        single = outputs.logits.ndim == 2
+        trace, norm = (outputs.per_sample(values.detach().double()) for values in (core.trace(), core.squared_norm()))
+        return _Scored(batch, trace, norm, core.rank, outputs.logits.detach() if single else None)
+
+    def _scores(self, window: list[_Scored]) -> Scores:
+        logits = [one.logits for one in window if one.logits is not None]
+        trace, norm = (torch.cat([one[i] for one in window]) for i in (1, 2))  # type: ignore[misc]
+
+        def core_of(rows: Tensor) -> Core:
+            values = torch.cat(logits)
+            return self._problem.likelihood(values[rows.to(values.device)])
+
+        return score(trace, norm, window[0].rank, core_of if logits else None, self._budget(window))
+
+
+def _nearly_same(found: Tensor, expected: Tensor) -> bool:
+    """Whether these are the same samples' logits: rounding may be that of bfloat16, as other samples' logits are not."""
+    if found.shape != expected.shape:
+        return False
+    spread = (expected - expected.mean(0)).double().square().sum()
+    return bool((found - expected).double().square().sum() <= 0.01 * spread + 1e-12 * expected.double().square().sum())
