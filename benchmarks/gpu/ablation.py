@@ -14,12 +14,11 @@ from gpu.models import PRECISIONS, in_precision, precision
 from gpu.session import Missing, Row, Session
 
 OPERATIONS = {
-    "DistilBERT-14": ("add_squares_of_products", "feature_norm_sums", "add_squares_of_rows", "hutchinson_probes"),
-    "ResNet-50": ("add_squares_of_convolution", "channel_norm_sums", "lower_probes"),
+    "DistilBERT-14": ("add_squares_of_products", "hutchinson_probes"),
+    "ResNet-50": ("add_squares_of_convolution", "channel_norm_sums"),
     "EfficientNet-B0": ("depthwise_gradients",),
     "GPT-2": ("hutchinson_probes",),
 }
-LOWER = nm.Hutchinson(envelope=nm.Lower(2))
 NOTE = (
     "A later batch of `nm.fisher_diagonal`, eager, with all kernels and with torch instead of one of them; all in "
     "turn.  Above 1, the kernel pays.  “Device” is the sum of all kernels of a batch: in half precision the wall-clock "
@@ -50,8 +49,7 @@ def run_ablation(session: Session) -> None:
 
 
 def _row(session: Session, task: Task, operation: str) -> Row:
-    estimator = LOWER if operation == "lower_probes" else nm.Hutchinson()
-    own: Run = partial(nm.fisher_diagonal, task.model, estimator=estimator, cuda_graphs=False)
+    own: Run = partial(nm.fisher_diagonal, task.model, cuda_graphs=False)
     runs, counts = (
         with_and_without(own, operation),
         (1, 2) if session.options.quick else (2, 6),

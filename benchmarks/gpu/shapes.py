@@ -25,6 +25,7 @@ from torch import Tensor
 from neuromanifold.kernels.triton import convolution, product
 from neuromanifold.kernels.triton.pack import pack
 from neuromanifold.kernels.triton.tiles import CONFIGS
+from neuromanifold.kernels.values import Windows
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
@@ -179,15 +180,8 @@ def _linear(
 def _conv(
     case: Conv, x: Tensor, g: Tensor, squares: Tensor, fourths: Tensor | None, precision: str, **options: object
 ) -> None:
-    convolution.add_squares(
-        *(x, g, squares, fourths),
-        kernel=(case.kernel,) * 2,
-        stride=(case.stride,) * 2,
-        padding=(case.kernel // 2,) * 2,
-        dilation=(1, 1),
-        tf32=precision == "tf32",
-        **options,
-    )
+    windows = Windows((case.kernel,) * 2, (case.stride,) * 2, (case.kernel // 2,) * 2, (1, 1), 1)
+    convolution.add_squares(x, g, squares, fourths, windows, tf32=precision == "tf32", **options)
 
 
 def _allow_tf32(precision: str) -> None:

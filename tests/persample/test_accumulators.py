@@ -7,7 +7,7 @@ from torch import Tensor
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.accumulate.small import SmallSums
 from neuromanifold.persample.gradients import Product
-from neuromanifold.persample.gradients.products import SquaredProduct
+from neuromanifold.persample.gradients.forms import SquaredProduct
 
 
 def noise(*shape: int) -> Tensor:

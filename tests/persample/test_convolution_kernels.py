@@ -15,6 +15,7 @@ from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.triton import convolution, depthwise
 from neuromanifold.kernels.triton.convolution import add_squares
 from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convolution_tiles
+from neuromanifold.kernels.values import Windows
 from neuromanifold.persample.gradients import Accumulators
 from neuromanifold.persample.rules.convolution import Convolution
 
@@ -31,10 +32,8 @@ class Problem(NamedTuple):
     groups: int = 1
 
     @property
-    def options(self) -> dict[str, object]:
-        names = ("kernel", "stride", "padding", "dilation", "groups")
-        values = (self.weight[2:], self.stride, self.padding, self.dilation, self.groups)
-        return dict(zip(names, values, strict=True))
+    def windows(self) -> Windows:
+        return Windows(self.weight[2:], self.stride, self.padding, self.dilation, self.groups)
 
 
 PROBLEMS = {
@@ -112,7 +111,7 @@ def test_gradients_are_squared_sample_by_sample(problem, channels_last, split):
     G = truth(problem, x, g) * 0.5
     x, g = (last(x), last(g)) if channels_last else (x, g)
     squares, fourths = sums_like(problem), sums_like(problem)
-    add_squares(x, g, squares, fourths, **problem.options, factors=(4.0, 3.0, 0.5), split=split, config=SMALL)
+    add_squares(x, g, squares, fourths, problem.windows, factors=(4.0, 3.0, 0.5), split=split, config=SMALL)
     assert close(squares, 2 + 4 * G.square().sum(0))
     assert close(fourths, 2 + 3 * G.pow(4).sum(0))
     if len(x) > 1:  # the square of the batch's gradient is something else
@@ -125,8 +124,8 @@ def test_shares_of_the_samples_add_up(deterministic, fourths):
     problem = PROBLEMS["2d uneven"]
     x, g = data(problem)
     squares, powers = sums_like(problem), sums_like(problem) if fourths else None
-    options = problem.options | {"split": 2, "config": SMALL, "deterministic": deterministic}
-    add_squares(x, g, squares, powers, **options, factors=(2.0, 1.0, 0.5))
+    options = {"split": 2, "config": SMALL, "deterministic": deterministic}
+    add_squares(x, g, squares, powers, problem.windows, **options, factors=(2.0, 1.0, 0.5))
     assert close(squares, 2 + 2 * (0.5 * truth(problem, x, g)).square().sum(0))
     assert powers is None or close(powers, 2 + (0.5 * truth(problem, x, g)).pow(4).sum(0))
 
@@ -149,7 +148,7 @@ def test_half_precision_in_any_layout(name, layout):
     problem = PROBLEMS[name]
     x, g = (change(values[:2]) for change, values in zip(LAYOUTS[layout], data(problem, torch.float16), strict=True))
     squares = sums_like(problem)
-    add_squares(x, g, squares, **problem.options, config=SMALL)
+    add_squares(x, g, squares, None, problem.windows, config=SMALL)
     assert close(squares, 2 + truth(problem, x, g).square().sum(0))
 
 
@@ -162,7 +161,7 @@ def test_of_two_dtypes_the_shorter_one_is_used(layout, longer):
     expected = truth(problem, *tensors).square().sum(0)
     tensors[longer] = tensors[longer].float()
     squares = sums_like(problem)
-    add_squares(*tensors, squares, **problem.options, config=SMALL)
+    add_squares(*tensors, squares, None, problem.windows, config=SMALL)
     assert close(squares, 2 + expected)
 
 
@@ -176,7 +175,7 @@ def test_what_lies_well_is_not_copied(monkeypatch):
         copied.clear()
         problem = PROBLEMS[name]._replace(x=(1, c, *PROBLEMS[name].x[2:]), weight=(o, c, *PROBLEMS[name].weight[2:]))
         x, g = (change(values) for change, values in zip(LAYOUTS[layout], data(problem, dtype), strict=True))
-        add_squares(x, g, sums_like(problem), **problem.options, **options)
+        add_squares(x, g, sums_like(problem), None, problem.windows, **options)
         return copied
 
     assert copies("1×1", "first") == copies("1×1", "last") == copies("2d without padding", "last") == []
@@ -192,7 +191,7 @@ def test_blocks_that_are_chosen(dtype, fourths):
     problem = PROBLEMS["2d in 2 groups"]
     x, g = data(problem, dtype)
     squares, powers = sums_like(problem), sums_like(problem) if fourths else None
-    add_squares(x, g, squares, powers, **problem.options)
+    add_squares(x, g, squares, powers, problem.windows)
     assert close(squares, 2 + truth(problem, x, g).square().sum(0), 1e-3)
 
 
@@ -221,8 +220,8 @@ def test_scaled_operands_have_11_bits(name, fourths):
     x, g = data(problem)
     x, g = (_uneven(values) for values in (x, g))
     squares, powers = (torch.zeros_like(sums_like(problem)) for _ in range(2))
-    options = problem.options | {"factors": (1.0, 1.0, 1e-3), "config": SMALL, "tf32": True}
-    add_squares(x, g, squares, powers if fourths else None, **options)
+    options = {"factors": (1.0, 1.0, 1e-3), "config": SMALL, "tf32": True}
+    add_squares(x, g, squares, powers if fourths else None, problem.windows, **options)
     G = 1e-3 * truth(problem, rounded(x), rounded(g))
     assert (squares / G.square().sum(0) - 1).abs().max() < 1e-3  # each cell, of whatever size: products are exact
     assert not fourths or close(powers, G.pow(4).sum(0))
@@ -248,7 +247,7 @@ def test_non_finite_values_stay_in_their_sums():
     x, g = data(problem)
     x[1, 2, 3, 3] = torch.inf
     squares = sums_like(problem)
-    add_squares(x, g, squares, **problem.options, config=SMALL)
+    add_squares(x, g, squares, None, problem.windows, config=SMALL)
     hit = torch.zeros(problem.weight[1:]).bool()
     hit[2] = True  # the only channel that has seen it
     assert torch.equal(squares.isfinite().view(problem.weight), ~hit.expand(problem.weight))
@@ -258,18 +257,18 @@ def test_nothing_comes_of_no_samples():
     problem = PROBLEMS["2d"]
     x, g = (values[:0] for values in data(problem))
     squares = sums_like(problem)
-    add_squares(x, g, squares, **problem.options)
+    add_squares(x, g, squares, None, problem.windows)
     assert (squares == 2).all()
     problem = DEPTHWISE["3×3"]
-    x, g = (values[:0] for values in padded_data(problem))
-    assert depthwise.gradients(x, g, **options_of_padded(problem)).shape == (0, 4, 9)
+    x, g = (values[:0] for values in data(problem))
+    assert depthwise.gradients(x, g, problem.windows).shape == (0, 4, 9)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"kernel": (5, 5)},
-        {"padding": (0, 1)},
+        {"windows": PROBLEMS["2d"].windows._replace(kernel=(5, 5))},
+        {"windows": PROBLEMS["2d"].windows._replace(padding=(0, 1))},
         {"config": ConvolutionTiles(16, 16, 512, 4, 2)},
         {"squares": torch.zeros(18, 36, dtype=torch.float64)},
         {"squares": torch.zeros(36, 18).T},
@@ -280,27 +279,19 @@ def test_nothing_comes_of_no_samples():
 )
 def test_what_would_be_misread_is_refused(change):
     x, g = data(PROBLEMS["2d"])
-    arguments = {"x": x, "g": g, "squares": sums_like(PROBLEMS["2d"])} | PROBLEMS["2d"].options | change
+    arguments = {"x": x, "g": g, "squares": sums_like(PROBLEMS["2d"]), "fourths": None}
+    arguments |= {"windows": PROBLEMS["2d"].windows} | change
     with pytest.raises(ValueError, match=r"float32|same samples|windows|block_t"):
         add_squares(**arguments)
-
-
-def padded_data(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    x, g = data(problem, dtype)
-    return functional.pad(x, [amount for size in reversed(problem.padding) for amount in (size, size)]), g
-
-
-def options_of_padded(problem: Problem) -> dict[str, object]:
-    return {name: value for name, value in problem.options.items() if name != "padding"}
 
 
 @pytest.mark.parametrize("problem", DEPTHWISE.values(), ids=DEPTHWISE)
 @pytest.mark.parametrize("by_taps", [None, False, True])
 def test_depthwise_gradients(problem, by_taps):
-    x, g = padded_data(problem)
+    x, g = data(problem)
     config = None if by_taps is None else depthwise.DepthwiseTiles(16, 8 if by_taps else 7, by_taps, 1)
-    found = depthwise.gradients(x, g, **options_of_padded(problem), config=config)
-    G = truth(problem, data(problem)[0], g)
+    found = depthwise.gradients(x, g, problem.windows, config)
+    G = truth(problem, x, g)
     assert found.dtype == torch.float32
     assert close(found, G)
     if len(x) > 1:
@@ -310,18 +301,16 @@ def test_depthwise_gradients(problem, by_taps):
 @pytest.mark.parametrize("dtype", HALF)
 def test_depthwise_gradients_of_half_precision(dtype):
     problem = DEPTHWISE["3×3"]
-    x, g = padded_data(problem, dtype)
-    found = depthwise.gradients(x, g, **options_of_padded(problem))
-    assert close(found, truth(problem, data(problem, dtype)[0], g))
+    x, g = data(problem, dtype)
+    found = depthwise.gradients(x, g, problem.windows)
+    assert close(found, truth(problem, x, g))
 
 
-def test_depthwise_refuses_other_layouts_and_windows_that_leave_the_image():
+def test_depthwise_refuses_windows_that_leave_the_image():
     problem = DEPTHWISE["3×3"]
-    x, g = padded_data(problem)
-    with pytest.raises(ValueError, match="contiguous"):
-        depthwise.gradients(last(x), g, **options_of_padded(problem))
+    x, g = data(problem)
     with pytest.raises(ValueError, match="windows"):
-        depthwise.gradients(data(problem)[0], g, **options_of_padded(problem))
+        depthwise.gradients(x, g, problem.windows._replace(padding=(0, 0)))
 
 
 FORMS = {

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from neuromanifold.kernels.triton.launch import split_samples
-from neuromanifold.kernels.triton.norms import launch_channel_norm, launch_feature_norm
+from neuromanifold.kernels.triton.norms import launch_channel_norm
 from neuromanifold.kernels.triton.pack import GROUP, Packed, pack
 from neuromanifold.kernels.triton.product import (
     SHARED,
@@ -16,7 +16,6 @@ from neuromanifold.kernels.triton.product import (
     product_launch,
     product_tiles,
 )
-from neuromanifold.kernels.triton.rows import launch_row_squares
 
 SMALL = ProductTiles(16, 16, 16, 4, 2, 1)
 SHAPES = [(5, 7, 20, 33), (1, 16, 16, 16), (3, 1, 5, 4), (4, 40, 17, 16), (2, 33, 3, 50), (6, 70, 9, 9)]  # n, t, o, i
@@ -105,32 +104,6 @@ def test_packed_products(shape):
     first = [Packed(side.values[:1], side.scales[:1]) for side in packed]  # the smallest sample on its own
     launch_product_squares(*first, squares.zero_(), config=SMALL)
     assert close(squares, products(left[:1], right[:1]).square().sum(0), 2e-3)
-
-
-@pytest.mark.parametrize(("n", "t", "d"), [(3, 5, 7), (1, 1, 16), (2, 40, 20), (4, 33, 300)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_added_up_within_a_sample(n, t, d, dtype):
-    values, ids = noise(n, t, d, dtype=dtype), torch.randint(0, 6, (n, t), generator=torch.Generator().manual_seed(t))
-    squares, fourths = torch.zeros(6, d), torch.zeros(6, d)
-    launch_row_squares(values, ids, squares, fourths, (4.0, 3.0, 0.5))
-    own = torch.zeros(n, 6, d, dtype=torch.float64)
-    for sample in range(n):
-        own[sample].index_add_(0, ids[sample], values[sample].double() * 0.5)
-    assert close(squares, 4 * own.square().sum(0))
-    assert close(fourths, 3 * own.pow(4).sum(0))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 20), (1, 1, 1), (3, 50, 9), (0, 4, 5), (2, 0, 5)])
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_over_normalised_features(shape, centred, dtype):
-    x, g = noise(*shape, dtype=dtype) * 2 + 3, noise(*shape[1:], shape[0], dtype=dtype).movedim(-1, 0)
-    g = g.contiguous()
-    scale, shift = launch_feature_norm(x, g, 1e-5, centred=centred)
-    a = x.double() - (x.double().mean(-1, keepdim=True) if centred else 0.0)
-    hat = a * (a.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    assert close(scale, (hat * g.double()).sum(1), 1e-5)
-    assert close(shift, g.double().sum(1), 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 20), (1, 1, 1), (3, 5, 1500), (0, 4, 5), (2, 70, 49)])

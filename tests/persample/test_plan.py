@@ -1,6 +1,7 @@
 """Where samples are is found out, also where shapes alone would mislead, and where it changes from batch to batch."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -100,6 +101,46 @@ def test_a_weight_shared_by_two_models_parts_and_frozen_in_one() -> None:
     assert set(result) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-14)
+
+
+class TurnsLater(nn.Module):
+    """An operation along one dimension or another, by a number in the data: graphs of the same shapes."""
+
+    def __init__(self, operation: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.operation = nn.Linear(3, 4), operation
+
+    def forward(self, x: Tensor, dim: Tensor) -> Tensor:
+        return self.operation(torch.tanh(self.layer(x)), int(dim[0]))
+
+
+def _indexed(h: Tensor, dim: int) -> Tensor:
+    return (h[torch.arange(5).flip(0)] if dim == 0 else h[:, torch.arange(5).flip(0)])[:, 0] + h[:, 1]
+
+
+def _shifted(h: Tensor, dim: int) -> Tensor:
+    return (nn.functional.pad(h, (0, 0, 0, 0, 1, -1) if dim == 0 else (0, 0, 1, -1, 0, 0)) + h).sum(1)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *(Tensor.amin, Tensor.logsumexp, Tensor.std, Tensor.var, Tensor.prod, Tensor.mean),
+        *(lambda h, dim: h.max(dim).values, lambda h, dim: h.median(dim).values, lambda h, dim: h.norm(dim=dim)),
+        *(lambda h, dim: h.cumsum(dim).sum(1), lambda h, dim: h.softmax(dim).sum(1), _indexed, _shifted),
+    ],
+)
+def test_an_operation_that_turns_to_another_dimension_makes_another_kind_of_graph(operation) -> None:
+    """All that decides where rows go is part of the signature; the first two batches do not show the difference."""
+    torch.manual_seed(0)
+    model = TurnsLater(operation).double()
+    data = [((torch.randn(5, 5, 3).double(), torch.full((5,), float(k < 2))),) for k in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of samples that mix, and that are then done one by one
+        found = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in found:
+        expected = sum(reference.reference_diagonal(model, lambda m, one=one: m(*one[0]))[name] for one in data)
+        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-14)
 
 
 class Experts(nn.Module):

@@ -100,7 +100,7 @@ def test_rules_equal_the_definition(name: str, samples: int) -> None:
 @pytest.mark.parametrize("tile", [1, 7, 64])
 @pytest.mark.parametrize("name", LAYERS)
 def test_tiles_of_any_size_give_the_same(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms.base, "CPU_TILE", tile)
+    monkeypatch.setattr(forms.forms, "CPU_TILE", tile)
     module, x = LAYERS[name].module(), LAYERS[name].input(3)
     g = output_gradient(module, x)
     expected = definition(module, x, g)
@@ -217,7 +217,7 @@ def test_embeddings_on_odd_shapes(samples: int, length: int, rows: int, dim: int
 @pytest.mark.parametrize("name", [n for n in LAYERS if n.startswith(("Conv1d", "Conv2d", "Conv3d", "ConvTr"))])
 def test_windows_of_a_convolution_written_out(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done on a GPU, here on a CPU."""
-    monkeypatch.setattr(forms.base, "CPU_TILE", tile)
+    monkeypatch.setattr(forms.forms, "CPU_TILE", tile)
     module, x = LAYERS[name].module(), LAYERS[name].input(4)
     g = output_gradient(module, x)
     expected = definition(module, x, g)["weight"]
@@ -261,7 +261,7 @@ def _some_forms() -> dict[str, Form]:
 @pytest.mark.parametrize("second", _some_forms())
 @pytest.mark.parametrize("first", _some_forms())
 def test_sums_of_forms(first: str, second: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms.base, "CPU_TILE", tile)
+    monkeypatch.setattr(forms.forms, "CPU_TILE", tile)
     some, others = _some_forms(), _some_forms()
     parts = [some[first], others[second]]
     if isinstance(parts[0], Convolution) and not isinstance(parts[1], Convolution):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import neuromanifold as nm
 from neuromanifold.core.sums import square_root
-from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.cotangents import batch_seed
 from neuromanifold.reference import network as reference
 from tests.problems.architectures import ARCHITECTURES
 from tests.problems.networks import PROBLEMS

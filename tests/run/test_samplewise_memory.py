@@ -80,7 +80,7 @@ def test_no_gradients_of_all_samples_are_ever_held(
     """No tensor is much larger than the largest activation or parameter: far from samples times parameters."""
     if name == "tied language model" and kind == "Exact":
         return  # as many passes as there are words
-    monkeypatch.setattr(forms.base, "CPU_TILE", tile)
+    monkeypatch.setattr(forms.forms, "CPU_TILE", tile)
     samples = 64
     make, shape, vocabulary = WIDE[name]
     model = make()

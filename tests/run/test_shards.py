@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.cotangents import batch_seed
 from neuromanifold.results import Provenance
 from neuromanifold.results.provenance import _overlap
 from tests.problems.networks import PROBLEMS

@@ -34,7 +34,7 @@ class ClassGradients:
         layouts = backward.plan.layouts
         self._sizes = [
             (parameters, sum(_bytes(use, layouts[use.key].shared) for use in uses))
-            for parameters, uses in connected(backward.uses.found)
+            for parameters, uses in connected(backward.uses.supported)
         ]
 
     @property

@@ -17,7 +17,6 @@ from neuromanifold.core.sums import square_root
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.envelopes import (
     Envelope,
-    Lower,
     Mixer,
     check_envelope,
     factor_columns,
@@ -120,19 +119,14 @@ class Hutchinson(Estimator):
     def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe] | None:
         """Return the same probes from one kernel each: for classes, independent ones with random signs.
 
-        With at most one eigenpair deflated, or of a lower envelope.
+        With at most one eigenpair deflated, and of no envelope.
         """
         if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
             return None  # a likelihood or an estimator of the user's own
-        if self.noise != "rademacher" or self._together or self._eigenpairs > 1:
+        if self.noise != "rademacher" or self._together or self._eigenpairs > 1 or self.envelope is not None:
             return None
-        if self.envelope is None:
-            deflate = self._eigenpairs == 1
-            return dispatch.hutchinson_probes(core.given, self.probes, generator, counts, deflate=deflate)
-        if isinstance(self.envelope, Lower):
-            rank = self.envelope.size(core)
-            return dispatch.lower_probes(core.given, self.probes, rank, generator, counts)
-        return None
+        deflate = self._eigenpairs == 1
+        return dispatch.hutchinson_probes(core.given, self.probes, generator, counts, deflate=deflate)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.

@@ -2,13 +2,10 @@
 
     operation                    GPU (Triton)      CPU (C)
     hutchinson_probes            probe.py                     probes with random signs, deflated or not
-    lower_probes                 lower.py                     probes of the lower envelope
     deflated_probe                                 probe.c    a deflated probe from given noise
     add_squares_of_products      product.py        square.c   linear layers
     add_squares_of_convolution   convolution.py    square.c
     depthwise_gradients          depthwise.py                 convolutions with few channels in a group
-    add_squares_of_rows          rows.py                      embeddings
-    feature_norm_sums            norms.py                     LayerNorm and RMSNorm
     channel_norm_sums            norms.py                     BatchNorm with running statistics
 
 The environment variable NEUROMANIFOLD_KERNELS is 1 (the default), 0 (torch does everything), or interpret (Triton's
@@ -36,9 +33,6 @@ from neuromanifold.kernels.values import Accumulators, Deflated, Probe, Windows
 
 Backend = Literal["triton", "c"]
 
-LARGEST_RANK, LARGEST_ROW = 8, 4096
-"""Eigenpairs and classes up to which `lower_probes` has a kernel: it holds a whole row at once."""
-
 _TRITON = (torch.float32, torch.bfloat16, torch.float16)
 _THIN = 8  # pairs of channels in a group up to which a product of matrices is not worth it
 _disabled: set[str] = set()
@@ -56,19 +50,6 @@ def hutchinson_probes(
     from neuromanifold.kernels.triton.probe import hutchinson_probe  # needs Triton
 
     return (hutchinson_probe(logits, deflate, 1 / math.sqrt(probes), generator, counts) for _ in range(probes))
-
-
-def lower_probes(
-    logits: Tensor, probes: int, rank: int, generator: torch.Generator, counts: Tensor | None
-) -> Iterator[Probe] | None:
-    """Return Σ_i √λ_i v_i ξ_i/√probes over the `rank` leading eigenpairs for each probe, with random signs ξ."""
-    if _backend("lower_probes", logits) != "triton" or is_differentiated(logits):
-        return None
-    if rank > LARGEST_RANK or logits.shape[-1] > LARGEST_ROW:
-        return None
-    from neuromanifold.kernels.triton.lower import lower_probe  # needs Triton
-
-    return (lower_probe(logits, rank, 1 / math.sqrt(probes), generator, counts) for _ in range(probes))
 
 
 def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
@@ -123,7 +104,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
     backend = _backend("add_squares_of_convolution", slid, fixed)
     if backend == "c":  # windows are read off the image, of whose dimensions m is one more
         slid, fixed = (image.transpose(1, 2).to(to.squares.dtype) for image in (slid, fixed))
-        (kernel, stride, padding, dilation), groups = windows[:4], windows.groups
+        kernel, stride, padding, dilation, groups = windows
         with_rows = Windows((1, *kernel), (1, *stride), (0, *padding), (1, *dilation), groups)
         return square.call_convolution_squares(slid, fixed, to, with_rows)
     if backend is None or slid.shape[1] != 1:
@@ -132,11 +113,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
 
     flat = to.view(to.squares.shape[0], to.squares.shape[1:].numel())
     convolution.add_squares(
-        slid[:, 0],
-        fixed[:, 0],
-        flat.squares,
-        flat.fourths,
-        **windows._asdict(),
+        *(slid[:, 0], fixed[:, 0], flat.squares, flat.fourths, windows),
         factors=to.kernel_factors,
         tf32=tf32_convolutions(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -153,38 +130,7 @@ def depthwise_gradients(slid: Tensor, fixed: Tensor, windows: Windows) -> Tensor
         return None
     from neuromanifold.kernels.triton import depthwise  # needs Triton
 
-    amounts = [amount for size in reversed(windows.padding) for amount in (size, size)]
-    return depthwise.gradients(
-        torch.nn.functional.pad(slid[:, 0], amounts).contiguous(),
-        fixed[:, 0].contiguous(),
-        kernel=windows.kernel,
-        stride=windows.stride,
-        dilation=windows.dilation,
-        groups=windows.groups,
-    )
-
-
-def add_squares_of_rows(values: Tensor, ids: Tensor, to: Accumulators) -> bool:
-    """Add squares and fourth powers of what each sample has for a row: values [n, t, d] into rows ids [n, t]."""
-    if _backend("add_squares_of_rows", values) != "triton" or torch.are_deterministic_algorithms_enabled():
-        return False
-    from neuromanifold.kernels.triton import rows  # needs Triton
-
-    sums = to.squares, to.fourths, to.kernel_factors
-    rows.launch_row_squares(_last_contiguous(values), ids.contiguous(), *sums)
-    return True
-
-
-def feature_norm_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor] | None:
-    """Return Σ_t g∘x̂ and Σ_t g, [n, d] each, with x̂ normalised over the last dimension: LayerNorm if centred."""
-    if _backend("feature_norm_sums", x, g) != "triton":
-        return None
-    from neuromanifold.kernels.triton import norms  # needs Triton
-
-    if not norms.fits_feature_norm(x, g):
-        return None
-    x, g = (values.reshape(values.shape[0], -1, values.shape[-1]) for values in (x, g))
-    return norms.launch_feature_norm(x, g, eps, centred=centred)
+    return depthwise.gradients(slid[:, 0], fixed[:, 0], windows)
 
 
 def channel_norm_sums(x: Tensor, g: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:

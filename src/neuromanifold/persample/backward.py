@@ -1,4 +1,4 @@
-"""One backward pass that gives per-sample gradients: executes a plan, decides nothing.
+"""Backward passes: one that gives per-sample gradients, which executes a plan and decides nothing, and an ordinary one.
 
 autograd ─► gradients at captured calls and at broadcast sites ─► forms (rules) ─► accumulator
          ─► gradients of the remaining parameters, summed over the batch
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate.base import Pass, TakesForms
 from neuromanifold.persample.gradients import Form, add
 from neuromanifold.persample.graph import BroadcastSite, Layout
 from neuromanifold.persample.hooks import Capture, Hooks
 from neuromanifold.persample.plan import Plan, Use, Uses
+from neuromanifold.persample.scaling import HalfPrecisionScale
 
 
-class Observer(Protocol):
+class VerificationObserver(Protocol):
     """Callbacks during a backward pass that verifies a plan."""
 
     def captured(self, use: Use, g: Tensor) -> None:
@@ -31,17 +32,7 @@ class Observer(Protocol):
 
 
 # How many numbers the gradients of all captured outputs may have together, for several cotangents in one pass.
-_AT_ONCE = {True: 2**22, False: 2**27}  # on a CPU; on a GPU
-
-
-class TakesForms(Protocol):
-    """An object that takes per-sample gradients, such as an accumulator."""
-
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Take the per-sample gradients of parameter number i; autograd is not recording."""
-
-    def end_pass(self) -> None:
-        """End a backward pass: all of its gradients have been taken."""
+_CPU_AT_ONCE, _GPU_AT_ONCE = 2**22, 2**27
 
 
 class PerSampleBackward:
@@ -63,7 +54,7 @@ class PerSampleBackward:
         made_by: Pass,
         *,
         keep_graph: bool,
-        observer: Observer | None = None,
+        observer: VerificationObserver | None = None,
     ) -> list[Tensor | None]:
         """Add per-sample gradients to `to`; return the remaining parameters' gradients, summed over the batch."""
 
@@ -79,21 +70,17 @@ class PerSampleBackward:
 
         self._waiting = {}
         with self._hooks.consumed_by(consume):
-            _, *found = torch.autograd.grad(
-                logits, self._targets(), cotangent.to(logits.dtype), retain_graph=keep_graph, allow_unused=True
-            )
+            _, *found = _gradients(logits, self._targets(), cotangent, keep_graph)
         self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
-        gradients: list[Tensor | None] = [None] * len(self.parameters)
-        for i, g in zip(self.uses.remaining, found[len(self._edges) :], strict=True):
-            gradients[i] = dense(g)
-        return gradients
+        return self._by_number(self.uses.remaining, found[len(self._edges) :])
 
     def how_many_at_once(self, logits: Tensor, count: int) -> int:
         """Return how many of `count` cotangents to send back in one pass: one, unless all uses are captured calls."""
         if count < 2 or self._edges:
             return 1
         size = sum(capture.shape.numel() for capture in self.uses.by_capture) + logits.numel()
-        return max(1, min(count, _AT_ONCE[logits.device.type == "cpu"] // max(1, size)))
+        most = _CPU_AT_ONCE if logits.device.type == "cpu" else _GPU_AT_ONCE
+        return max(1, min(count, most // max(1, size)))
 
     def to_uses(
         self,
@@ -109,7 +96,7 @@ class PerSampleBackward:
         Gradients of the remaining parameters are not computed.  Returns False, having done nothing, if several
         cotangents are given and an operation of the model cannot be vectorised.
         """
-        uses = [use for use in self.uses.found if wanted is None or not wanted.isdisjoint(use.parameters.values())]
+        uses = [use for use in self.uses.supported if wanted is None or not wanted.isdisjoint(use.parameters.values())]
         calls = [use for use in uses if use.capture is not None and not self.plan.layouts[use.key].shared]
         edges = [edge for edge in self._edges if edge[0] in uses]
         targets = [GradientEdge(use.capture.node, 0) for use in calls if use.capture is not None]
@@ -132,8 +119,10 @@ class PerSampleBackward:
 
     def remaining_gradients(self, logits: Tensor, cotangent: Tensor, numbers: list[int]) -> list[Tensor | None]:
         """Return autograd's gradients of some of the parameters; the graph is kept."""
-        targets = [self.parameters[i] for i in numbers]
-        found = torch.autograd.grad(logits, targets, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True)
+        return self._by_number(numbers, _gradients(logits, [self.parameters[i] for i in numbers], cotangent))
+
+    def _by_number(self, numbers: list[int], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients for all parameters, None for those that are not among the numbers."""
         gradients: list[Tensor | None] = [None] * len(self.parameters)
         for i, g in zip(numbers, found, strict=True):
             gradients[i] = dense(g)
@@ -143,9 +132,7 @@ class PerSampleBackward:
         """Return whether a cotangent goes through the network without overflow; the graph is kept."""
         sums: list[Tensor] = []
         with self._hooks.consumed_by(lambda _, g: sums.append(g.float().sum())):
-            _, *found = torch.autograd.grad(
-                logits, self._targets(), cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
-            )
+            _, *found = _gradients(logits, self._targets(), cotangent)
         sums.extend(dense(g).float().sum() for g in found if g is not None)
         return all(bool(torch.isfinite(value)) for value in sums)
 
@@ -155,7 +142,7 @@ class PerSampleBackward:
         return [self._hooks.root, *edges, *(self.parameters[i] for i in self.uses.remaining)]
 
     def _take(
-        self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: Observer | None
+        self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
         forms = self._forms(use, g, layout, observer)
@@ -169,7 +156,7 @@ class PerSampleBackward:
             if len(waiting) == uses:
                 to.add_samples(i, add(self._waiting.pop(i)), made_by)
 
-    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: Observer | None) -> dict[int, Form]:
+    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: VerificationObserver | None) -> dict[int, Form]:
         """Return the gradients of a use; none if an observer is there and the rule does not apply."""
         if observer is None:
             if self._late is not None and use.key in self.plan.unverified:
@@ -191,7 +178,7 @@ class PerSampleBackward:
         gradients: Sequence[Tensor | None],
         to: TakesForms,
         made_by: Pass,
-        observer: Observer | None,
+        observer: VerificationObserver | None,
     ) -> None:
         """Take the gradients at broadcast sites, and add parameters of which some uses got no gradient."""
         shared: dict[Use, Tensor] = {}
@@ -211,7 +198,46 @@ class PerSampleBackward:
             to.add_samples(i, add(forms), made_by)
 
 
+class BatchBackward:
+    """Gradients summed over a batch, g = Σ_x Jᵀu(x), by one ordinary backward pass, without underflow in float16.
+
+    The square of g is unbiased for Σ_x E[(Jᵀu(x))²] if the u(x) are centred and independent over the samples, because
+    then the cross terms between samples vanish on average.  Their variance is about that of the square itself.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], half: bool = False) -> None:
+        """`half`: float16 is involved somewhere, even if neither these parameters nor the logits have it."""
+        self.parameters = list(parameters)
+        self.scale = HalfPrecisionScale(half or any(parameter.dtype == torch.float16 for parameter in parameters))
+
+    def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
+        """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""
+
+        def attempt(scaled: Tensor, checked: bool) -> list[Tensor | None] | None:
+            gradients = _gradients(logits, self.parameters, scaled, keep_graph or checked)
+            found: list[Tensor | None] = [dense(g) for g in gradients]
+            if checked:
+                sums = torch.stack([g.float().sum() for g in found if g is not None] or [torch.zeros(())])
+                if not bool(torch.isfinite(sums).all()):
+                    return None
+            return found
+
+        return self.scale.fit(logits, cotangent, attempt)
+
+
 _NOTHING = torch.empty(0)
+
+
+def _gradients(
+    logits: Tensor, targets: Sequence[Any], cotangent: Tensor, keep_graph: bool = True, several: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Return autograd's gradients of Σ cotangent·logits, None where there are none; of `several` cotangents at once."""
+    return torch.autograd.grad(
+        *(logits, targets, cotangent.to(logits.dtype)),
+        retain_graph=keep_graph,
+        allow_unused=True,
+        is_grads_batched=several,
+    )
 
 
 def _several_gradients(
@@ -222,13 +248,9 @@ def _several_gradients(
     The graph is kept.
     """
     if len(cotangents) == 1:
-        (one,) = cotangents
-        return [list(torch.autograd.grad(logits, targets, one.to(logits.dtype), retain_graph=True, allow_unused=True))]
-    stacked = torch.stack(list(cotangents)).to(logits.dtype)
+        return [list(_gradients(logits, targets, cotangents[0]))]
     try:
-        found = torch.autograd.grad(
-            logits, targets, stacked, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        found = _gradients(logits, targets, torch.stack(list(cotangents)), several=True)
     except (RuntimeError, NotImplementedError):
         return None
     return [[None if g is None else g[k] for g in found] for k in range(len(cotangents))]

@@ -118,8 +118,8 @@ class PerSampleGradients:
                 return None
             uses = Uses(len(logits), remaining=list(range(len(self.parameters))))
             return self._ready(uses, Plan({}, self.excluded, True))
-        if not uses.samples or (not self.hooks.modules and not uses.found):
-            return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.found}, self.excluded, True))
+        if not uses.samples or (not self.hooks.modules and not uses.supported):
+            return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.supported}, self.excluded, True))
         known = self._plans.get(uses.signature)
         if reference is None:
             if known is None or not known.followed or uses.unsupported:
@@ -146,9 +146,9 @@ class PerSampleGradients:
             self._vectorizes[kind] = together_as_alone(backward, logits)
         return self._vectorizes[kind]
 
-    def methods(self, whole: str, single: str = "sample") -> list[str]:
-        """Return how each parameter was done: `whole` for those that autograd gave gradients of."""
-        return [whole if i in self.remaining else single for i in range(len(self.names))]
+    def methods(self, otherwise: str) -> list[str]:
+        """Return how each parameter was done: "sample", or what is given for those that autograd gave gradients of."""
+        return [otherwise if i in self.remaining else "sample" for i in range(len(self.names))]
 
     def end_batch(self) -> None:
         """Let go of the last forward pass."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,9 +41,6 @@ _ELEMENTWISE = frozenset(
 )
 _RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
 _REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
-_CUTS = frozenset(
-    "Slice ConstantPadNd Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Gather IndexSelect".split()
-)
 _ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp".split())
 _POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnAdaptiveAvgPool ReflectionPad".split())
 
@@ -78,6 +75,12 @@ def takes_own_rows(node: Node) -> bool:
     return torch.equal(rows, torch.arange(len(rows), device=rows.device, dtype=rows.dtype))
 
 
+def shifted_dims(node: Node) -> tuple[int, ...]:
+    """Return the dimensions, counted from the last, that padding shifts: as much is added in front as is cut behind."""
+    before, after = ([_negative(amount) for amount in node._saved_pad[k::2]] for k in (0, 1))
+    return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
+
+
 def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> dict[Node, int]:
     """Return for each node where its (first) output has the samples: `before`, SHARED or UNKNOWN.
 
@@ -103,18 +106,15 @@ def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> d
 
 def _inputs(node: Node, before: int, samples: int, identities: frozenset[str]) -> list[int]:
     """Return where each input of an operation has the samples, given where its output has them."""
-    name = operation(node)
-    shapes = [None if below is None else shape_of(below, output) for below, output in node.next_functions]
-    out = shape_of(node)
+    name, inputs = operation(node), node.next_functions
     if name in _RESHAPES:
-        return [before] * len(shapes)
-    dim, major = _locate(out, before, samples)
+        return [before] * len(inputs)
+    shapes = [None if below is None else shape_of(below, output) for below, output in inputs]
+    followed = _Followed(node, shapes, shape_of(node), *_locate(shape_of(node), before, samples))
     if name in _ELEMENTWISE or node.name() in identities:
-        return [_broadcast(shape, out, dim, major) for shape in shapes]
+        return [followed.broadcast(shape) for shape in shapes]
     rule = _RULES.get(name) or (_leading if name.startswith(_POOLS) else None)
-    if rule is None:
-        return [UNKNOWN] * len(shapes)
-    return rule(node, shapes, out, dim, major)
+    return [UNKNOWN] * len(shapes) if rule is None else rule(followed)
 
 
 def _locate(shape: torch.Size, before: int, samples: int) -> tuple[int, int]:
@@ -130,140 +130,174 @@ def _locate(shape: torch.Size, before: int, samples: int) -> tuple[int, int]:
     raise ValueError("The samples are spread over several dimensions.")
 
 
-def _at(shape: torch.Size | None, dim: int, major: int) -> int:
-    return SHARED if shape is None else prod(shape[:dim]) * major
+class _Followed(NamedTuple):
+    """An operation whose output has the samples in a known place."""
+
+    node: Node
+    shapes: list[torch.Size | None]  # of its inputs; None: no gradient goes there
+    out: torch.Size
+    dim: int  # of the output, which holds the samples
+    major: int  # positions that are counted before them inside of it
+
+    def at(self, shape: torch.Size | None, dim: int) -> int:
+        """Return the place of the samples in an input that has them in dimension `dim`."""
+        return SHARED if shape is None else prod(shape[:dim]) * self.major
+
+    def broadcast(self, shape: torch.Size | None) -> int:
+        """Return the place in the same dimension of an input, counted from the last; SHARED if it does not have it."""
+        own = self.dim - (len(self.out) - len(shape or ()))
+        return SHARED if shape is None or own < 0 or shape[own] != self.out[self.dim] else self.at(shape, own)
+
+    def first_only(self, known: bool) -> list[int]:
+        """Return the same dimension of the first input, if it is known to have the samples; others are shared."""
+        place = self.at(self.shapes[0], self.dim) if known else UNKNOWN
+        return [place, *[SHARED] * (len(self.shapes) - 1)]
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether the first input has the same dimensions, and the samples' of the same size."""
+        first = self.shapes[0]
+        return first is not None and len(first) == len(self.out) and first[self.dim] == self.out[self.dim]
+
+    def saved(self, dim: int, dims: int | None = None) -> int:
+        """Return a dimension that the node has saved, counted from the first; of `dims`, or as many as the output's."""
+        return _negative(dim) % max(1, len(self.out) if dims is None else dims)
 
 
-def _broadcast(shape: torch.Size | None, out: torch.Size, dim: int, major: int) -> int:
-    """Return the same dimension of an input, counted from the last; SHARED if it does not have it."""
-    if shape is None:
-        return SHARED
-    own = dim - (len(out) - len(shape))
-    return SHARED if own < 0 or shape[own] != out[dim] else _at(shape, own, major)
+def _negative(number: int) -> int:
+    """Return a number that a node has saved: negative ones come as unsigned ones of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
-def _signed(dim: int, dims: int) -> int:
-    return (dim - 2**64 if dim >= 2**63 else dim) % max(1, dims)
+_Rule = Callable[[_Followed], list[int]]
+_RULES: dict[str, _Rule] = {}
 
 
-Rule = Callable[[Node, list[torch.Size | None], torch.Size, int, int], list[int]]
-_RULES: dict[str, Rule] = {}
+def _of(*names: str) -> Callable[[_Rule], _Rule]:
+    """Enter a rule for some operations; whatever it reads of a node, besides shapes, is part of `graph.signature`."""
 
-
-def _of(*names: str) -> Callable[[Rule], Rule]:
-    def enter(rule: Rule) -> Rule:
+    def enter(rule: _Rule) -> _Rule:
         _RULES.update(dict.fromkeys(names, rule))
         return rule
 
     return enter
 
 
-@_of("Permute", "Transpose", "T")
-def _permuted(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    dims = list(range(len(out)))
-    if operation(node) == "Permute":
-        dims = [_signed(d, len(out)) for d in node._saved_dims]
-    elif operation(node) == "Transpose":
-        a, b = _signed(node._saved_dim0, len(out)), _signed(node._saved_dim1, len(out))
-        dims[a], dims[b] = b, a
-    else:
-        dims.reverse()
-    return [_at(shapes[0], dims[dim], major)]
+@_of("Permute")
+def _permuted(op: _Followed) -> list[int]:
+    return [op.at(op.shapes[0], op.saved(op.node._saved_dims[op.dim]))]
 
 
-@_of(*_CUTS)
-def _cut(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+@_of("Transpose")
+def _transposed(op: _Followed) -> list[int]:
+    a, b = op.saved(op.node._saved_dim0), op.saved(op.node._saved_dim1)
+    return [op.at(op.shapes[0], {a: b, b: a}.get(op.dim, op.dim))]
+
+
+@_of("T")
+def _turned(op: _Followed) -> list[int]:
+    return [op.at(op.shapes[0], len(op.out) - 1 - op.dim)]
+
+
+@_of("Slice", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes")
+def _cut(op: _Followed) -> list[int]:
     """Taking some entries along another dimension leaves the samples where they are."""
-    first = shapes[0]
-    kept = first is not None and first[dim] == out[dim] and len(first) == len(out)
-    if operation(node) in ("Gather", "IndexSelect"):
-        kept = kept and _signed(node._saved_dim, len(out)) != dim
-    return [_at(first, dim, major) if kept else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
+    return op.first_only(op.keeps_size)
+
+
+@_of("ConstantPadNd")
+def _padded(op: _Followed) -> list[int]:
+    return op.first_only(op.keeps_size and len(op.out) - 1 - op.dim not in shifted_dims(op.node))
+
+
+@_of("Gather", "IndexSelect")
+def _gathered(op: _Followed) -> list[int]:
+    return op.first_only(op.keeps_size and op.saved(op.node._saved_dim) != op.dim)
 
 
 @_of("Select", "Unbind")
-def _selected(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    removed = _signed(node._saved_dim, len(out) + 1)
-    return [_at(shapes[0], dim if dim < removed else dim + 1, major)]
+def _selected(op: _Followed) -> list[int]:
+    removed = op.saved(op.node._saved_dim, len(op.out) + 1)
+    return [op.at(op.shapes[0], op.dim if op.dim < removed else op.dim + 1)]
 
 
 @_of("Stack")
-def _stacked(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    new = _signed(node._saved_dim, len(out))
-    return [UNKNOWN if new == dim else _at(shape, dim if dim < new else dim - 1, major) for shape in shapes]
+def _stacked(op: _Followed) -> list[int]:
+    new = op.saved(op.node._saved_dim)
+    own = op.dim if op.dim < new else op.dim - 1
+    return [UNKNOWN if new == op.dim else op.at(shape, own) for shape in op.shapes]
 
 
 @_of("Cat")
-def _concatenated(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+def _concatenated(op: _Followed) -> list[int]:
     """Parts may be joined along the samples only if each has all of them, positions first: [k·n] of k [n]."""
-    if _signed(node._saved_dim, len(out)) != dim:
-        return [_at(shape, dim, major) for shape in shapes]
-    whole, rest = divmod(out[dim], major)
-    if rest or any(shape is None or shape[dim] % whole for shape in shapes):
-        return [UNKNOWN] * len(shapes)
-    return [_at(shape, dim, shape[dim] // whole) for shape in shapes if shape is not None]
+    if op.saved(op.node._saved_dim) != op.dim:
+        return [op.at(shape, op.dim) for shape in op.shapes]
+    whole, rest = divmod(op.out[op.dim], op.major)
+    if rest or any(shape is None or shape[op.dim] % whole for shape in op.shapes):
+        return [UNKNOWN] * len(op.shapes)
+    return [prod(shape[: op.dim]) * (shape[op.dim] // whole) for shape in op.shapes if shape is not None]
 
 
 @_of(*_REDUCES)
-def _reduced(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    (shape,) = shapes
+def _reduced(op: _Followed) -> list[int]:
+    (shape,) = op.shapes
     assert shape is not None
-    if len(shape) != len(out):
-        over = node._saved_dim
-        gone = {_signed(d, len(shape)) for d in (over if isinstance(over, (tuple, list)) else (over,))}
-        dim = [d for d in range(len(shape)) if d not in gone][dim]
-    return [_at(shape, dim, major)]
+    if len(shape) == len(op.out):
+        return [op.at(shape, op.dim)]
+    over = op.node._saved_dim
+    gone = {op.saved(d, len(shape)) for d in (over if isinstance(over, (tuple, list)) else (over,))}
+    return [op.at(shape, [d for d in range(len(shape)) if d not in gone][op.dim])]
 
 
 @_of(*_ALONG)
-def _along(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    mixes = _signed(node._saved_dim, len(out)) == dim
-    return [UNKNOWN if mixes else _at(shapes[0], dim, major)]
+def _along(op: _Followed) -> list[int]:
+    return op.first_only(op.saved(op.node._saved_dim) != op.dim)
 
 
 @_of("NativeLayerNorm", "FusedRmsNorm")
-def _normalised(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    outside = dim < len(out) - len(node._saved_normalized_shape)
-    return [_at(shapes[0], dim, major) if outside else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
+def _normalised(op: _Followed) -> list[int]:
+    return op.first_only(op.dim < len(op.out) - len(op.node._saved_normalized_shape))
 
 
 @_of("Tril", "Triu")
-def _triangle(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    del node
-    return [_at(shapes[0], dim, major) if dim < len(out) - 2 else UNKNOWN]
+def _triangle(op: _Followed) -> list[int]:
+    return op.first_only(op.dim < len(op.out) - 2)
 
 
-@_of("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeGroupNorm", "Convolution", "MkldnnConvolution")
-def _leading(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+@_of(
+    *("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeGroupNorm", "Convolution", "MkldnnConvolution"),
+)
+def _leading(op: _Followed) -> list[int]:
     """The first input has the samples where the output has them, in front; weights are shared."""
-    del out
-    mixes = dim > 0 or getattr(node, "_saved_training", False) or shapes[0] is None
-    return [UNKNOWN if mixes else _at(shapes[0], 0, major), *[SHARED] * (len(shapes) - 1)]
+    mixes = op.dim > 0 or getattr(op.node, "_saved_training", False) or op.shapes[0] is None
+    return op.first_only(not mixes)
 
 
 @_of("Mm", "Addmm", "Bmm", "Baddbmm")
-def _multiplied(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
+def _multiplied(op: _Followed) -> list[int]:
     """In [..., r, k] @ [..., k, c], rows belong to the left factor, columns to the right one, batches to both."""
-    del node
-    *added, left, right = shapes
-    last = len(out) - 1
-    sides = [_at(left, dim, major) if dim != last else SHARED, _at(right, dim, major) if dim != last - 1 else SHARED]
-    return [*(_broadcast(shape, out, dim, major) for shape in added), *sides]
+    *added, left, right = op.shapes
+    from_last = len(op.out) - 1 - op.dim
+    sides = [SHARED if from_last == 0 else op.at(left, op.dim), SHARED if from_last == 1 else op.at(right, op.dim)]
+    return [*map(op.broadcast, added), *sides]
 
 
 @_of(
     *("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention"),
     *("ScaledDotProductCudnnAttention", "ScaledDotProductFusedAttentionOverrideable"),
 )
-def _attended(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    del node
-    return [_broadcast(shape, out, dim, major) if dim < len(out) - 2 else UNKNOWN for shape in shapes]
+def _attended(op: _Followed) -> list[int]:
+    return [op.broadcast(shape) if op.dim < len(op.out) - 2 else UNKNOWN for shape in op.shapes]
 
 
 @_of("Index")
-def _indexed(node: Node, shapes: list[torch.Size | None], out: torch.Size, dim: int, major: int) -> list[int]:
-    """Indexing is followed behind the samples' dimension, and for x[arange(n), ids]."""
-    first = next(k for k, index in enumerate(node._saved_indices) if index is not None)
-    shape = shapes[0]
-    kept = shape is not None and (dim < first or (dim == 0 and shape[0] == out[0] and takes_own_rows(node)))
-    return [_at(shape, dim, major) if kept else UNKNOWN, *[SHARED] * (len(shapes) - 1)]
+def _indexed(op: _Followed) -> list[int]:
+    """Indexing is followed behind the samples' dimension, and for x[arange(n), ids].
+
+    Indices that are apart, as in x[:, i, :, j], put their own dimension first.
+    """
+    shape, indexed = op.shapes[0], [k for k, index in enumerate(op.node._saved_indices) if index is not None]
+    together = indexed[-1] - indexed[0] < len(indexed)
+    own_rows = shape is not None and op.dim == 0 and shape[0] == op.out[0] and takes_own_rows(op.node)
+    return op.first_only(shape is not None and ((together and op.dim < indexed[0]) or own_rows))

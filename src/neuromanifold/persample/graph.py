@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.follow import shape_of, takes_own_rows
+from neuromanifold.persample.follow import shape_of, shifted_dims, takes_own_rows
 from neuromanifold.persample.gradients import Dense, Form, Product
 
 Node = Any
@@ -36,12 +36,11 @@ _STRUCTURAL = (
 )
 _ARGUMENTS = (  # of any operation that has them: they decide where rows go
     *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
-    *("_saved_shifts", "_saved_training"),
+    *("_saved_shifts", "_saved_training", "_saved_normalized_shape"),
 )
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Which dimension of a tensor holds the samples, and what is major in it if each has several rows.
 
     `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  Batches may differ in the number t of rows.
@@ -80,6 +79,7 @@ class BroadcastSite:
     input: int
     path: tuple[Node, ...]
     shape: torch.Size  # of the tensor
+    layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
     partner: Tensor | None = None  # what the tensor is multiplied by
 
     @property
@@ -97,7 +97,7 @@ class BroadcastSite:
         """Whether it is a product of matrices, in which samples and positions may share a dimension."""
         return self.node.name() in _PRODUCTS
 
-    def layouts(self, samples: int) -> list[Layout]:
+    def candidates(self, samples: int) -> list[Layout]:
         """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
         result, arriving = self.result, self._arriving
         if not len(result) or not samples:
@@ -204,6 +204,8 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
         arguments = [getattr(node, argument) for argument in _arguments_of(type(node))]  # type: ignore[arg-type]
         if name == "IndexBackward0":
             arguments += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
+        elif name == "ConstantPadNdBackward0":
+            arguments.append(shifted_dims(node))
         parts.append((name, tuple(metadata[0].shape) if metadata else (), *arguments, *below))
     return _canonical(samples, tuple(parts))
 
@@ -237,14 +239,18 @@ def broadcast_sites(
         if not users:
             return None  # the logits themselves
         for user, i in users:
-            name, site = user.name(), BroadcastSite(user, i, path, shape)
-            if (name in _BROADCASTS or name in _PRODUCTS) and site.layouts(samples):
-                site.partner = _partner(site)
-                found.append(site)
-            elif name in _STRUCTURAL:
+            name = user.name()
+            if name in _STRUCTURAL:
                 waiting.append((user, (user, *path)))
-            else:
+                continue
+            if name not in _BROADCASTS and name not in _PRODUCTS:
                 return None
+            site = BroadcastSite(user, i, path, shape)
+            site.layouts = tuple(site.candidates(samples))
+            if not site.layouts:
+                return None
+            site.partner = _partner(site)
+            found.append(site)
     return found
 
 

@@ -92,10 +92,10 @@ class Hooks:
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
         numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
-        found = (_hooked(module, numbers) for module in model.modules())
-        self.modules = [owner for owner in found if owner is not None]
-        for number, owner in enumerate(self.modules):
-            owner.number = number
+        self.modules: list[HookedModule] = []
+        for module in model.modules():
+            if (owner := _hooked(len(self.modules), module, numbers)) is not None:
+                self.modules.append(owner)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self.captures: list[Capture] = []
         self.root = torch.empty(0, requires_grad=True)
@@ -156,7 +156,8 @@ class Hooks:
     def restore(self) -> None:
         """Put every parameter back into its module."""
         for owner in self.modules:
-            _put_back(owner)
+            if owner.detached:
+                _put_back(owner)
 
     def _hooks_of(self, owner: HookedModule) -> tuple[Callable[..., None], Callable[..., Tensor | None]]:
         def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -207,14 +208,15 @@ class Hooks:
             self._consume(capture, g)
 
 
-def _hooked(module: nn.Module, numbers: dict[int, int]) -> HookedModule | None:
+def _hooked(number: int, module: nn.Module, numbers: dict[int, int]) -> HookedModule | None:
+    """Return a module with those of its parameters that are asked for, if a rule knows it."""
     own = {name: (place, place.held[place.key]) for name, place in places(module).items()}
     chosen = {name: numbers[id(parameter)] for name, (_, parameter) in own.items() if id(parameter) in numbers}
     rule = find_any_rule(module) if chosen else None
     if rule is None:
         return None
     originals, there = {name: own[name][1] for name in chosen}, {name: own[name][0] for name in chosen}
-    return HookedModule(-1, module, rule, chosen, originals, there, _first_argument(type(module).forward))
+    return HookedModule(number, module, rule, chosen, originals, there, _first_argument(type(module).forward))
 
 
 def _put_back(owner: HookedModule) -> list[str]:

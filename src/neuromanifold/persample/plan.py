@@ -76,7 +76,8 @@ class Uses:
     """All uses of the parameters in one forward pass."""
 
     samples: int
-    found: list[Use] = field(default_factory=list)
+    supported: list[Use] = field(default_factory=list)
+    """Those that are done per sample."""
     remaining: list[int] = field(default_factory=list)
     """Parameters whose gradients autograd gives."""
     unsupported: frozenset[int] = frozenset()
@@ -88,7 +89,7 @@ class Uses:
     def counts(self) -> dict[int, int]:
         """How often each parameter is used, where it is done per sample."""
         counts: dict[int, int] = {}
-        for use in self.found:
+        for use in self.supported:
             for i in use.parameters.values():
                 counts[i] = counts.get(i, 0) + 1
         return counts
@@ -96,23 +97,23 @@ class Uses:
     @cached_property
     def by_capture(self) -> dict[Capture, Use]:
         """The uses that are captured calls."""
-        return {use.capture: use for use in self.found if use.capture is not None}
+        return {use.capture: use for use in self.supported if use.capture is not None}
 
     def edges(self, plan: Plan) -> list[tuple[Use, BroadcastSite, GradientEdge]]:
         """Return the places in the graph where gradients are asked for, besides the captured calls."""
         return [
             (use, site, site.edge)
-            for use in self.found
+            for use in self.supported
             if use.capture is None or plan.layouts[use.key].shared
             for site in use.sites
         ]
 
-    def followed(self) -> dict[Key, int]:
-        """Return for each use where the graph has the samples, as far as they can be followed."""
+    def places(self) -> dict[Key, int]:
+        """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
         if self.samples == 1:
             return {}
         places = follow(users_first(dict(self.graph)), self.samples, _IDENTITIES)
-        nodes = {use.key: use.sites[0].node if use.capture is None else use.capture.node for use in self.found}
+        nodes = {use.key: use.sites[0].node if use.capture is None else use.capture.node for use in self.supported}
         return {key: places[node] for key, node in nodes.items()}
 
 
@@ -135,13 +136,13 @@ def discover(
         own = [numbers[id(logits)]] if id(logits) in numbers else []
         return Uses(samples, remaining=own)
     used_by = consumers(logits.grad_fn)
-    found, unsupported = [], set[int]()
+    supported, unsupported = [], set[int]()
     for capture in captures:
         if capture.node not in used_by:
             continue  # its output does not reach the logits
         layouts, sites = _layouts(capture, samples, batch_dim, used_by)
         if layouts and not capture.overwritten:
-            found.append(Use(("call", *capture.key), capture.parameters, layouts, capture, sites))
+            supported.append(Use(("call", *capture.key), capture.parameters, layouts, capture, sites))
         else:
             unsupported |= set(capture.parameters.values())
     remaining = []
@@ -155,12 +156,12 @@ def discover(
             remaining.append(i)
             continue
         for k, site in enumerate(direct):
-            found.append(Use(("site", i, k), {"": i}, tuple(site.layouts(samples)), None, (site,)))
-    covered = {i for use in found if use.capture is not None for i in use.parameters.values()}
+            supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,)))
+    covered = {i for use in supported if use.capture is not None for i in use.parameters.values()}
     unsupported |= covered.intersection(remaining)
     # Two heads that take turns have the same graph, and other parameters.
-    kind = hash((signature(used_by, samples), *(use.key for use in found), *remaining))
-    return Uses(samples, found, sorted(remaining), frozenset(unsupported), kind, used_by)
+    kind = hash((signature(used_by, samples), *(use.key for use in supported), *remaining))
+    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by)
 
 
 def _layouts(
@@ -177,7 +178,7 @@ def _layouts(
             found += stacked(0, shape[0], samples)
     sites = broadcast_sites(capture.node, shape, samples, used_by) if flexible else None
     if sites and not any(site.is_product for site in sites):
-        dims_of_sites = [{layout.dim for layout in site.layouts(samples)} for site in sites]
+        dims_of_sites = [{layout.dim for layout in site.layouts} for site in sites]
         found += [Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites))]
         return tuple(found), tuple(sites)
     return tuple(found), ()
@@ -186,8 +187,8 @@ def _layouts(
 def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layout]]:
     """Return each use's candidates, those first that the graph points to; and the ones followed to the logits."""
     candidates, expected = {}, {}
-    places = uses.followed()
-    for use in uses.found:
+    places = uses.places()
+    for use in uses.supported:
         place = places.get(use.key)
         fitting = [layout for layout in use.layouts if place is not None and _fits(use, layout, place, uses.samples)]
         candidates[use.key] = tuple(dict.fromkeys((*fitting, *use.layouts)))
@@ -206,7 +207,13 @@ def combinations(
     uses: Uses, candidates: Mapping[Key, tuple[Layout, ...]]
 ) -> dict[frozenset[int], Iterator[dict[Key, Layout]]]:
     """Return the layouts that may be tried for the uses of each group of parameters, the likeliest first."""
-    return {frozenset(parameters): _choices(members, candidates) for parameters, members in connected(uses.found)}
+
+    def choices(members: list[Use]) -> Iterator[dict[Key, Layout]]:
+        keys = [use.key for use in members]
+        every = product(*(candidates[key] for key in keys))
+        return (dict(zip(keys, layouts, strict=True)) for layouts in islice(every, _COMBINATIONS))
+
+    return {frozenset(parameters): choices(members) for parameters, members in connected(uses.supported)}
 
 
 def connected(uses: Sequence[Use]) -> list[tuple[set[int], list[Use]]]:
@@ -221,8 +228,3 @@ def connected(uses: Sequence[Use]) -> list[tuple[set[int], list[Use]]]:
                 own = (own[0] | parameters, [*members, *own[1]])
         groups = [*apart, own]
     return groups
-
-
-def _choices(uses: list[Use], candidates: Mapping[Key, tuple[Layout, ...]]) -> Iterator[dict[Key, Layout]]:
-    for layouts in islice(product(*(candidates[use.key] for use in uses)), _COMBINATIONS):
-        yield dict(zip((use.key for use in uses), layouts, strict=True))

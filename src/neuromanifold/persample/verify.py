@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from neuromanifold.persample.accumulate import Pass
+from neuromanifold.persample.accumulate.base import Pass, read_back
 from neuromanifold.persample.backward import PerSampleBackward, dense
 from neuromanifold.persample.gradients import Dense, Form, root_mean_square
+from neuromanifold.persample.graph import Layout
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
 
@@ -67,30 +68,26 @@ def make_plan(
     if uses.unsupported:
         return Plan({}, excluded | uses.unsupported)
     candidates, expected = preferred(uses)
-    pending = combinations(uses, candidates)
-    layouts = {key: layout for group in pending.values() for key, layout in next(group).items()}
-    best: dict[frozenset[int], tuple[frozenset[int], Mapping[Key, object]]] = {}
-    wrong: set[int] = set()
+    pending = combinations(uses, candidates)  # of layouts, for each group of parameters that share uses
+    chosen = {group: next(choices) for group, choices in pending.items()}
+    best: dict[frozenset[int], tuple[frozenset[int], dict[Key, Layout]]] = {}  # which fail, with which layouts
     while True:
-        plan = Plan(dict(layouts), excluded)
+        plan = Plan({key: layout for own in chosen.values() for key, layout in own.items()}, excluded)
         check = Verification(uses, plan, logits, reference, hooks, parameters)
         for group in list(pending):
             failed = check.failed & group
-            own = {key: layouts[key] for key in layouts if _parameters_of(uses, key) & group}
             if group not in best or len(failed) < len(best[group][0]):
-                best[group] = (failed, own)
+                best[group] = failed, chosen[group]
             following = next(pending[group], None) if failed else None
-            if following is not None:
-                layouts |= following
-                continue
-            wrong |= best[group][0]
-            layouts |= best[group][1]  # type: ignore[arg-type]
-            del pending[group]
+            chosen[group] = following or best[group][1]
+            if following is None:
+                del pending[group]
         if not pending:
-            wrong |= check.failed - uses.counts.keys()
             break
+    layouts = {key: layout for own in chosen.values() for key, layout in own.items()}
+    wrong = (check.failed - uses.counts.keys()).union(*(failed for failed, _ in best.values()))
     followed = uses.samples == 1 or all(expected.get(key) == layout for key, layout in layouts.items())
-    return Plan(dict(layouts), excluded | wrong, followed, check.zero)
+    return Plan(layouts, excluded | wrong, followed, check.zero)
 
 
 class Verification:
@@ -105,7 +102,7 @@ class Verification:
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
         sums.end_pass()
         seen.read()
-        self.zero = frozenset(use.key for use in uses.found) - seen.nonzero
+        self.zero = frozenset(use.key for use in uses.supported) - seen.nonzero
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
@@ -154,7 +151,7 @@ class _Observations:
 
     def read(self) -> None:
         """Read the sizes of all that was captured."""
-        gradients, inputs = _values([g for _, g, _ in self._unread]), _values([x for *_, x in self._unread])
+        gradients, inputs = read_back([g for _, g, _ in self._unread]), read_back([x for *_, x in self._unread])
         for (use, *_), size, scale in zip(self._unread, gradients, inputs, strict=True):
             if size != 0:
                 self.nonzero.add(use.key)
@@ -176,13 +173,13 @@ class _Observations:
         for gradient in expected:
             if gradient is not None:
                 self._lower_precision(gradient)
-        differences = _values(
+        differences = read_back(
             [
                 _norm(gradient) if gradient is not None and i not in sums.differences else sums.differences.get(i)
                 for i, gradient in zip(chosen, expected, strict=True)
             ]
         )
-        sizes = _values([sums.sizes.get(i) for i in chosen])
+        sizes = read_back([sums.sizes.get(i) for i in chosen])
         found = zip(chosen, expected, differences, sizes, strict=True)
         return frozenset(i for i, wanted, difference, size in found if not self._agree(i, wanted, difference, size))
 
@@ -273,14 +270,6 @@ def _norm(values: Tensor, beside: Tensor | None = None) -> Tensor:
     return norm
 
 
-def _values(numbers: list[Tensor | None]) -> list[float]:
-    """Read numbers back, all at once where they are on one device; None is 0."""
-    given = [number.double() for number in numbers if number is not None]
-    one_device = len({number.device for number in given}) == 1
-    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
-    return [0.0 if number is None else next(read) for number in numbers]
-
-
 def _sample_weights(logits: Tensor) -> Tensor:
     """Weights for the samples, all different for few of them; the same for logits of the same shape."""
     samples, dtype = len(logits), torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -309,7 +298,3 @@ def _same_logits(found: Tensor, expected: Tensor) -> bool:
     return bool(
         ((found - expected).abs() <= tolerance).logical_or(found == expected).logical_or(expected.isnan()).all()
     )
-
-
-def _parameters_of(uses: Uses, key: Key) -> frozenset[int]:
-    return next(frozenset(use.parameters.values()) for use in uses.found if use.key == key)

@@ -1,4 +1,4 @@
-"""From outputs to cotangents of the logits' shape, one for each column or probe of an estimator."""
+"""From outputs to cotangents of the logits' shape, one for each column or probe of an estimator, and their seeds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from neuromanifold.estimators import Estimator
 from neuromanifold.kernels.values import Probe
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import Found, LateValidation, check_labels, distributions
+
+_WORD, _HALF = 2**64 - 1, 2**32 - 1
 
 
 class Cotangent(NamedTuple):
@@ -94,3 +96,30 @@ def by_sample(cotangent: Tensor) -> Iterator[Tensor]:
         one = torch.zeros_like(cotangent)
         one[n] = cotangent[n]
         yield one
+
+
+def batch_seed(seed: int, batch: int) -> int:
+    """The seed of 64 bits for the noise of one batch, mixed so that neighbours have nothing in common.
+
+    It depends on nothing that was drawn before: a run can be taken up again in the middle, and parts of the data
+    (`shard=(i, n)`) draw what one run would have drawn.
+    torch's generator on a CPU looks at the lower 32 bits only: these differ between any two batches of one seed, since
+    XOR and the mixing are one to one; the upper ones are the seed's.
+    """
+    mixed = _mix_word(seed)
+    return (mixed & ~_HALF & _WORD) | _mix_half((mixed ^ batch) & _HALF)
+
+
+def _mix_word(x: int) -> int:
+    """The finaliser of SplitMix64, one to one on 64 bits."""
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
+    return x ^ x >> 31
+
+
+def _mix_half(x: int) -> int:
+    """The finaliser of MurmurHash3, one to one on 32 bits."""
+    x = (x ^ x >> 16) * 0x85EBCA6B & _HALF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & _HALF
+    return x ^ x >> 16

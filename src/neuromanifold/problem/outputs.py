@@ -196,6 +196,8 @@ def _added_mask(ignore_index: int) -> str:
 
 def _arranged(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:
     """[..., B, ..., C, ...] as [B, ..., C]."""
+    if batch_dim == 0 and class_dim == logits.ndim - 1:
+        return logits
     if class_dim == batch_dim == 0:
         return logits.movedim(0, -1)
     rest = [dim for dim in range(logits.ndim) if dim not in (batch_dim, class_dim)]

@@ -16,7 +16,7 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 def plain_name(name: str) -> str:
     """A parameter's name without the prefixes of `torch.compile`, FSDP and (Distributed)DataParallel."""
     wrappers = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    plain = ".".join(part for part in name.split(".") if part not in wrappers)
+    plain = ".".join([part for part in name.split(".") if part not in wrappers])
     while plain.startswith("module."):
         plain = plain.removeprefix("module.")
     return plain
@@ -32,8 +32,9 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Pa
     if selection is not None and not callable(selection) and not isinstance(selection, str):
         selection = list(selection)
     given = dict(model.named_parameters())
-    times = Counter(map(plain_name, given))
-    named = {plain_name(name) if times[plain_name(name)] == 1 else name: value for name, value in given.items()}
+    plain = {name: plain_name(name) for name in given}
+    times = Counter(plain.values())
+    named = {plain[name] if times[plain[name]] == 1 else name: value for name, value in given.items()}
     for name, parameter in named.items():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(message("model", "initialised", f"a lazy {name!r}", "Call it once on a batch first."))
@@ -58,10 +59,9 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, nn.Pa
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Every further name of a shared parameter, with the first name, which results have it under."""
     first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first.setdefault(parameter, plain_name(name))
-    every = ((plain_name(name), first[p]) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: held for name, held in every if name != held}
+    every = [(plain_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    held = [(name, first.setdefault(parameter, name)) for name, parameter in every]
+    return {name: first_name for name, first_name in held if name != first_name}
 
 
 def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
-from neuromanifold.problem.batches import Batch, model_device, read_batch, tensors_in
+from neuromanifold.problem.batches import Batch, read_batch, tensors_in
 from neuromanifold.problem.calls import as_module, call, forward_signature, only_argument, with_decoder_inputs
 from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.parameters import Selection, select_parameters
@@ -81,11 +81,19 @@ class Problem:
     @property
     def device(self) -> torch.device:
         """Where the model is; batches are moved there."""
-        return model_device(self.model)
+        return self._first.device
+
+    @cached_property
+    def _first(self) -> nn.Parameter:
+        return next(self.model.parameters())
 
     @cached_property
     def _signature(self) -> Signature | None:
         return forward_signature(self.model)
+
+    @cached_property
+    def _argument(self) -> str | None:
+        return only_argument(self._signature)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -115,7 +123,7 @@ class Problem:
 
     def read(self, item: object, number: int) -> Batch:
         """Make a batch on the model's device from an item of the data."""
-        batch = read_batch(item, number, self.label_key, only_argument(self._signature))
+        batch = read_batch(item, number, self.label_key, self._argument)
         return with_decoder_inputs(batch, self.model, self._signature, self.ignore_index).to(self.device)
 
     def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
-from neuromanifold.persample.backward import PerSampleBackward
-from neuromanifold.persample.batch import BatchBackward
+from neuromanifold.persample.backward import BatchBackward, PerSampleBackward
 from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.scaling import HalfPrecisionScale, involves_half
 from neuromanifold.problem.batches import Batch

@@ -11,10 +11,10 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message, random_seed
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate.base import zero_sums
-from neuromanifold.persample.batch import BatchBackward
+from neuromanifold.persample.backward import BatchBackward
 from neuromanifold.persample.scaling import involves_half
 from neuromanifold.problem.batches import model_device
-from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.cotangents import batch_seed
 from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.granularity import choose_granularity

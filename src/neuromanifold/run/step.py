@@ -11,8 +11,7 @@ from neuromanifold.core.checks import random_seed
 from neuromanifold.estimators import Estimator
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import cotangents, weighted
-from neuromanifold.problem.noise import batch_seed
+from neuromanifold.problem.cotangents import batch_seed, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.granularity import Granularity, choose_granularity

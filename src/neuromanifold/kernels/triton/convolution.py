@@ -37,6 +37,7 @@ from neuromanifold.kernels.triton.images import (
 )
 from neuromanifold.kernels.triton.launch import ceil_div, multiprocessors, split_samples
 from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convolution_tiles
+from neuromanifold.kernels.values import Windows
 
 
 class ConvolutionLaunch(NamedTuple):
@@ -55,13 +56,9 @@ def add_squares(
     x: Tensor,  # [n, c, *space]
     g: Tensor,  # [n, o, *out]
     squares: Tensor,  # [o, c/groups · k], float32
-    fourths: Tensor | None = None,
+    fourths: Tensor | None,
+    windows: Windows,
     *,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int = 1,
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0),
     tf32: bool = False,
     deterministic: bool = False,
@@ -77,9 +74,7 @@ def add_squares(
     """
     flags = tf32, fourths is not None, deterministic
     (x, x_layout), (g, g_layout) = readable(x), readable(g)
-    plan = _convolution_launch(
-        x.device, x_layout, g_layout, kernel, stride, padding, dilation, groups, flags, split, config
-    )  # fmt: skip
+    plan = _convolution_launch(x.device, x_layout, g_layout, windows, flags, split, config)
     for sums in (squares, fourths):
         if sums is not None and (sums.shape != plan.shape or sums.dtype != torch.float32 or not sums.is_contiguous()):
             raise ValueError(f"Sums must be contiguous float32 {plan.shape}; got {sums.dtype} {tuple(sums.shape)}.")
@@ -107,17 +102,14 @@ def _convolution_launch(
     device: torch.device,
     x: ImageFormat,
     g: ImageFormat,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
+    windows: Windows,
     flags: tuple[bool, bool, bool],
     split: int | None,
     config: ConvolutionTiles | None,
 ) -> ConvolutionLaunch:
     """Return which operands are copied, the grid, and the compile-time options."""
     tf32, fourths, deterministic = flags
+    kernel, stride, padding, dilation, groups = windows
     (samples, channels, *space), (_, outs, *out) = x.shape, g.shape
     outs, ins, taps, positions = outs // groups, channels // groups, prod(kernel), prod(out)
     dtype = min(x.dtype, g.dtype, key=lambda dtype: dtype.itemsize)

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from neuromanifold.kernels.triton.images import check_windows, kept, offsets
 from neuromanifold.kernels.triton.launch import ceil_div, power_of_two
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from neuromanifold.kernels.values import Windows
 
 
 class DepthwiseTiles(NamedTuple):
@@ -37,24 +36,15 @@ class DepthwiseTiles(NamedTuple):
 
 
 def gradients(
-    x: Tensor,  # [n, c, *space], padded, contiguous
-    g: Tensor,  # [n, o, *out], contiguous
-    *,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
+    x: Tensor,  # [n, c, *space]
+    g: Tensor,  # [n, o, *out]
+    windows: Windows,
     config: DepthwiseTiles | None = None,
 ) -> Tensor:
     """Return G [n, o, c/groups · k] in float32; the result is deterministic."""
-    if x.dtype not in DTYPES or g.dtype not in DTYPES or not (x.is_contiguous() and g.is_contiguous()):
-        raise ValueError(
-            f"x and g must be contiguous, of one of {DTYPES}; got x {x.dtype}, strides {x.stride()}, "
-            f"and g {g.dtype}, strides {g.stride()}."
-        )
-    shape, programs, table, sizes, options = _depthwise_launch(
-        x.device, x.shape, g.shape, kernel, stride, dilation, groups, config
-    )
+    amounts = [amount for size in reversed(windows.padding) for amount in (size, size)]
+    x, g = torch.nn.functional.pad(x, amounts).contiguous(), g.contiguous()
+    shape, programs, table, sizes, options = _depthwise_launch(x.device, x.shape, g.shape, windows, config)
     found = torch.empty(shape, dtype=torch.float32, device=x.device)
     if programs:
         _gradients[(programs,)](x, g, found, kept(table), *sizes, **options)
@@ -64,15 +54,13 @@ def gradients(
 @functools.lru_cache(maxsize=1024)
 def _depthwise_launch(
     device: torch.device,
-    x: torch.Size,
+    x: torch.Size,  # with its padding
     g: torch.Size,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
+    windows: Windows,
     config: DepthwiseTiles | None,
 ) -> tuple[tuple[int, int, int], int, Tensor, tuple[int, ...], dict[str, Any]]:
     """Return the result's shape, the number of programs, and their table, sizes and options."""
+    kernel, stride, _, dilation, groups = windows
     samples, channels, outs, taps, positions = x[0], x[1] // groups, g[1] // groups, prod(kernel), prod(g[2:])
     width, size = channels * taps, prod(x[2:])
     config = config or depthwise_tiles(width, positions)

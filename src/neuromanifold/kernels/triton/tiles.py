@@ -32,37 +32,19 @@ class ConvolutionTiles(NamedTuple):
         return max(1, min(4, 2**16 // registers, 227 * 2**10 // memory))
 
 
-CONFIGS: dict[Literal["ieee", "half"], tuple[ConvolutionTiles, ...]] = {
+_SIZES: dict[Literal["ieee", "half"], tuple[tuple[int, int, int, int, int], ...]] = {
     "half": (
-        *(
-            ConvolutionTiles(128, 128, 64, 8, 3),
-            ConvolutionTiles(128, 128, 64, 8, 4),
-            ConvolutionTiles(128, 128, 32, 8, 4),
-        ),
-        *(
-            ConvolutionTiles(128, 64, 64, 8, 4),
-            ConvolutionTiles(128, 64, 64, 4, 3),
-            ConvolutionTiles(128, 64, 32, 4, 4),
-        ),
-        *(
-            ConvolutionTiles(64, 128, 64, 4, 3),
-            ConvolutionTiles(64, 128, 64, 8, 3),
-            ConvolutionTiles(64, 128, 32, 4, 4),
-        ),
-        *(ConvolutionTiles(64, 64, 64, 4, 3), ConvolutionTiles(64, 64, 128, 4, 3), ConvolutionTiles(64, 64, 32, 4, 4)),
-        *(ConvolutionTiles(64, 32, 64, 4, 4), ConvolutionTiles(64, 16, 64, 4, 4)),
+        *((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4)),
+        *((128, 64, 64, 8, 4), (128, 64, 64, 4, 3), (128, 64, 32, 4, 4)),
+        *((64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (64, 128, 32, 4, 4)),
+        *((64, 64, 64, 4, 3), (64, 64, 128, 4, 3), (64, 64, 32, 4, 4), (64, 32, 64, 4, 4), (64, 16, 64, 4, 4)),
     ),
     "ieee": (
-        *(
-            ConvolutionTiles(64, 64, 32, 4, 3),
-            ConvolutionTiles(64, 64, 16, 4, 3),
-            ConvolutionTiles(64, 64, 16, 4, 4),
-            ConvolutionTiles(64, 64, 32, 4, 2),
-        ),
-        *(ConvolutionTiles(128, 64, 16, 8, 3), ConvolutionTiles(128, 128, 16, 8, 3)),
-        *(ConvolutionTiles(32, 64, 32, 4, 3), ConvolutionTiles(64, 16, 32, 4, 3)),
+        *((64, 64, 32, 4, 3), (64, 64, 16, 4, 3), (64, 64, 16, 4, 4), (64, 64, 32, 4, 2)),
+        *((128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (32, 64, 32, 4, 3), (64, 16, 32, 4, 3)),
     ),
 }
+CONFIGS = {kind: tuple(ConvolutionTiles(*sizes) for sizes in several) for kind, several in _SIZES.items()}
 """Candidates; `convolution_tiles` takes one of them."""
 
 LIMIT = 128  # registers a thread for sums: with more, nothing is left for addresses

@@ -25,17 +25,21 @@ class Pass(NamedTuple):
     more: bool = False  # further passes of the batch follow
 
 
-class GradientSums(Protocol):
-    """An accumulator: takes the gradients of one pass after the other, and keeps sums of them."""
-
-    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Take gradients summed over a batch, or those of one sample; None stands for zero."""
+class TakesForms(Protocol):
+    """Takes the per-sample gradients of one backward pass after the other."""
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Take the per-sample gradients of parameter number i; autograd must not be recording."""
 
     def end_pass(self) -> None:
         """End a pass: all of its gradients have been added."""
+
+
+class GradientSums(TakesForms, Protocol):
+    """An accumulator: takes the gradients of one pass after the other, and keeps sums of them."""
+
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Take gradients summed over a batch, or those of one sample; None stands for zero."""
 
     def end_batch(self) -> None:
         """End a batch: all of its passes have been added."""
@@ -53,6 +57,14 @@ class StatefulSums(GradientSums, Protocol):
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned, in this process or in another."""
+
+
+def read_back(numbers: Sequence[Tensor | None]) -> list[float]:
+    """Return the values of tensors with one number each, None as 0; in one transfer where they are on one device."""
+    given = [number.double() for number in numbers if number is not None]
+    one_device = len({number.device for number in given}) == 1
+    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
+    return [0.0 if number is None else next(read) for number in numbers]
 
 
 def zero_sums(parameter: Tensor) -> Tensor:

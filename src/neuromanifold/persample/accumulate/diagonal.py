@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.persample.accumulate.base import Pass, zero_sums
-from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, own
+from neuromanifold.persample.accumulate.base import Pass, read_back, zero_sums
+from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
 from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
 
 _CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
@@ -80,7 +80,7 @@ class DiagonalSums:
             return
         look = self._look(values[0].device)
         if look == "now" or not (self.capturing or all(self._units[i] for i in used)):
-            for i, size in zip(used, _read_back(_root_mean_squares(values)), strict=True):
+            for i, size in zip(used, read_back(_root_mean_squares(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
             self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
@@ -137,7 +137,7 @@ class DiagonalSums:
         """
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
-            for i, size in zip(there, _read_back(list(there.values())), strict=True):
+            for i, size in zip(there, read_back(list(there.values())), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
@@ -173,7 +173,7 @@ class DiagonalSums:
         self._small.set_state(small, values["small"], devices)
         for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
             found = (tensors.get(f"{kind}.{i}") for i in range(len(devices)))
-            kept[:] = [None if t is None else own(t, device) for t, device in zip(found, devices, strict=True)]
+            kept[:] = [None if t is None else t.to(device, copy=True) for t, device in zip(found, devices, strict=True)]
         for name in _NUMBERS:
             setattr(self, name, values[name])
 
@@ -262,14 +262,6 @@ class DiagonalSums:
 def _chosen(group: int) -> int:
     """Return which batch of a group has its fourth powers taken."""
     return random.Random(group).randrange(_ONE_IN)
-
-
-def _read_back(sizes: list[Tensor]) -> list[float]:
-    """Return the values as numbers; from a GPU in one transfer."""
-    if len({size.device for size in sizes}) > 1:
-        return [float(size) for size in sizes]
-    values: list[float] = torch.stack([size.double() for size in sizes]).tolist()
-    return values
 
 
 def _root_mean_squares(values: list[Tensor]) -> list[Tensor]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# A parameter with more numbers for all samples together is not small; so many layouts are kept before they are merged.
-LIMIT, _LAYOUTS = 2**20, 8
+# A parameter with more numbers for all samples together is not small; so many lines are kept before they are merged.
+LIMIT, _LINES = 2**20, 8
 _PART = 2**18  # numbers that are raised to the fourth power at a time
 
 
@@ -39,7 +39,8 @@ class _Line:
     fourths: Tensor | None = None  # float64, which needs no units
 
 
-Layout = tuple[tuple[int, torch.Size], ...]
+Columns = tuple[tuple[int, torch.Size], ...]
+"""Which parameters lie one after the other in a line, and their shapes."""
 
 
 class SmallSums:
@@ -47,7 +48,7 @@ class SmallSums:
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Entry] = {}
-        self._lines: dict[Layout, _Line] = {}
+        self._lines: dict[Columns, _Line] = {}
         self.moves = 0
         """How often sums have moved to other memory, which invalidates captured CUDA graphs."""
 
@@ -67,29 +68,29 @@ class SmallSums:
         if any(_tensor_version(entry.values) != entry.version for entry in waiting.values()):
             text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
             raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
-        layout = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
+        columns = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
         gradients = [entry.values for entry in waiting.values()]
         _, scale, noise, _ = next(iter(waiting.values()))
-        line = self._line(layout, gradients[0], bool(noise))
+        line = self._line(columns, gradients[0], bool(noise))
         values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v in gradients], 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line.squares += squares.sum(0)
         if noise and line.fourths is not None:
             line.fourths += _sum_of_squares(squares).mul_(noise)
 
-    def _line(self, layout: Layout, like: Tensor, fourths: bool) -> _Line:
-        """Return the sums of these parameters, zeros if they are new; too many layouts are merged by parameter."""
-        if layout not in self._lines and sum(len(known) > 1 for known in self._lines) >= _LAYOUTS:
+    def _line(self, columns: Columns, like: Tensor, fourths: bool) -> _Line:
+        """Return the sums of these parameters, zeros if they are new; too many lines are merged by parameter."""
+        if columns not in self._lines and sum(len(known) > 1 for known in self._lines) >= _LINES:
             self.moves += 1  # each batch uses other parameters
             squares, sums = self.squares(), self.fourths()
             self._lines = {
                 ((i, value.shape),): _Line(value.flatten(), sums[i].flatten() if i in sums else None)
                 for i, value in squares.items()
             }
-        size = sum(shape.numel() for _, shape in layout)
-        if layout not in self._lines:
-            self._lines[layout] = _Line(like.new_zeros(size))
-        line = self._lines[layout]
+        size = sum(shape.numel() for _, shape in columns)
+        if columns not in self._lines:
+            self._lines[columns] = _Line(like.new_zeros(size))
+        line = self._lines[columns]
         if fourths and line.fourths is None:
             line.fourths = like.new_zeros(size, dtype=torch.float64)
         return line
@@ -103,7 +104,7 @@ class SmallSums:
         self.flush()
         tensors = {f"{k}.squares": line.squares for k, line in enumerate(self._lines.values())}
         fourths = {f"{k}.fourths": line.fourths for k, line in enumerate(self._lines.values())}
-        layouts = [[(i, list(shape)) for i, shape in layout] for layout in self._lines]
+        layouts = [[(i, list(shape)) for i, shape in columns] for columns in self._lines]
         tensors |= {name: value for name, value in fourths.items() if value is not None}
         return tensors, {"layouts": layouts, "moves": self.moves}
 
@@ -111,26 +112,24 @@ class SmallSums:
         """Restore what `state` returned; `devices` are those of the parameters."""
         self._waiting, self._lines, self.moves = {}, {}, values["moves"]
         for k, entries in enumerate(values["layouts"]):
-            layout = tuple((i, torch.Size(shape)) for i, shape in entries)
+            columns = tuple((i, torch.Size(shape)) for i, shape in entries)
             squares, fourths = (tensors.get(f"{k}.{kind}") for kind in ("squares", "fourths"))
             assert squares is not None
-            device = devices[layout[0][0]]
-            self._lines[layout] = _Line(own(squares, device), None if fourths is None else own(fourths, device))
+            device = devices[columns[0][0]]
+            fourths = None if fourths is None else fourths.to(device, copy=True)
+            self._lines[columns] = _Line(squares.to(device, copy=True), fourths)
 
     def squares(self) -> dict[int, Tensor]:
         """Return Σ g² of each parameter with a gradient so far."""
         self.flush()
-        return _by_parameter({layout: line.squares for layout, line in self._lines.items()})
+        return _by_parameter({columns: line.squares for columns, line in self._lines.items()})
 
     def fourths(self) -> dict[int, Tensor]:
         """Return Σ c g⁴ of each parameter with a random gradient so far."""
         self.flush()
-        return _by_parameter({layout: line.fourths for layout, line in self._lines.items() if line.fourths is not None})
-
-
-def own(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device, in memory that torch has allocated and aligned."""
-    return values.to(device, copy=True)
+        return _by_parameter(
+            {columns: line.fourths for columns, line in self._lines.items() if line.fourths is not None}
+        )
 
 
 def _tensor_version(values: Tensor) -> int:
@@ -142,17 +141,16 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
         return norms.square_()
-    total = torch.zeros(values.shape[1], dtype=torch.float64)
-    for part in torch.split(values, max(1, _PART // max(1, values.shape[1]))):
-        wide = part.to(torch.float64, copy=True)
-        total += wide.mul_(wide).sum(0)
-    return total
+    first, *others = (
+        part.double().square().sum(0) for part in torch.split(values, max(1, _PART // max(1, values.shape[1])))
+    )
+    return sum(others, first)
 
 
-def _by_parameter(lines: dict[Layout, Tensor]) -> dict[int, Tensor]:
-    """Return the sums of each parameter, added over layouts, as new tensors."""
+def _by_parameter(lines: dict[Columns, Tensor]) -> dict[int, Tensor]:
+    """Return the sums of each parameter, added over lines, as new tensors."""
     found: dict[int, Tensor] = {}
-    for layout, line in lines.items():
-        for (i, shape), part in zip(layout, torch.split(line, [shape.numel() for _, shape in layout]), strict=True):
+    for columns, line in lines.items():
+        for (i, shape), part in zip(columns, torch.split(line, [shape.numel() for _, shape in columns]), strict=True):
             found[i] = found[i] + part.view(shape) if i in found else part.view(shape).clone()
     return found

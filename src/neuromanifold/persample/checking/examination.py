@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
 from neuromanifold.persample.accumulate import KeptForms, Pass
-from neuromanifold.persample.checking.inputs import Inputs, own_parameters
-from neuromanifold.persample.checking.situations import Network, rows, same, shared, state, twice
+from neuromanifold.persample.checking.inputs import Inputs, Network, own_parameters, rows, shared, twice
 from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.gradients import Accumulators, Form
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule
@@ -182,10 +183,10 @@ class RuleExamination:
     @contextmanager
     def _pure(self, case: str, call: Call) -> Iterator[None]:
         """Report a rule that changes the module, its input, or the output gradient."""
-        before, x, g = state(call.module), call.x.clone(), call.g.clone()
+        before, x, g = _state(call.module), call.x.clone(), call.g.clone()
         yield
         for what, changed in (
-            ("the module", not same(before, state(call.module))),
+            ("the module", not _same(before, _state(call.module))),
             ("its input in place", not torch.equal(call.x, x)),
             ("the output gradient in place, which others still need", not torch.equal(call.g, g)),
         ):
@@ -213,3 +214,29 @@ def _relative(found: Tensor, expected: Tensor) -> float:
         return 0.0
     error, size = (float(torch.linalg.vector_norm(t)) for t in (found - expected, expected))
     return error / size if size else float(error > 0)
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Return the attributes of a module and of its submodules, and copies of the values of their tensors."""
+    found: list[Any] = []
+    for part in module.modules():
+        for key, value in vars(part).items():
+            found.append(key)
+            found.extend([*value, *value.values()] if isinstance(value, dict) else [value])
+            found.extend(copy.copy(value) if isinstance(value, (list, set)) else ())
+        tensors = (*part._parameters.values(), *part._buffers.values())
+        found.extend(tensor.detach().clone() for tensor in tensors if tensor is not None)
+    return found
+
+
+def _same(before: list[Any], after: list[Any]) -> bool:
+    """Whether two states have the same objects or equal values."""
+
+    def equal(a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.shape == b.shape and torch.equal(a, b)
+        return type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b
+
+    return len(before) == len(after) and all(equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""The inputs that `check_rule` calls a module with."""
+"""The inputs that `check_rule` calls a module with, and small networks that use a module in several ways."""
 
 from __future__ import annotations
 
@@ -101,3 +101,37 @@ def check_inputs(module: nn.Module, inputs: object, options: Mapping[str, Any] |
         advice = "Samples that influence each other have no gradients of their own, and the module can have no rule."
         raise ValueError(message("module", "one that treats samples apart", "other outputs for single samples", advice))
     return given
+
+
+class Network(nn.Module):
+    """A network whose forward calls one layer in a given way."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Inputs], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, given: Inputs) -> Tensor:
+        """Return the output of the situation's call of the layer."""
+        return self.call(self.layer, given)
+
+
+def twice(layer: nn.Module, given: Inputs) -> Tensor:
+    """Call the layer on the samples in their order and in the opposite one, and concatenate both outputs."""
+    turned = given.sliced(lambda t: t.flip(0))
+    outputs = [layer(*each.args, **each.options) for each in (given, turned)]
+    return torch.cat([output.flatten(1) for output in outputs], 1)
+
+
+def rows(layer: nn.Module, given: Inputs) -> Tensor:
+    """Call the layer with two rows of the first dimension for each sample, as patches or frames have."""
+    x = given.args[0]
+    output: Tensor = layer(torch.stack([x, x.flip(0)], 1).flatten(0, 1))
+    return output.view(len(x), -1)
+
+
+def shared(layer: nn.Module, given: Inputs) -> Tensor:
+    """Call the layer once for all samples, and broadcast its output over the batch, as position embeddings are."""
+    x = given.args[0]
+    output: Tensor = layer(x[:1])
+    weights = torch.linspace(-1, 2, len(x), dtype=output.dtype, device=output.device)
+    return (output * weights.view(-1, *[1] * (output.ndim - 1))).flatten(1)

@@ -14,9 +14,17 @@ Letters: n sample, t position, o/i out/in features.
 from __future__ import annotations
 
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.base import Dense, Form, root_mean_square, row_limit, tile_size
-from neuromanifold.persample.gradients.products import Product, SquaredProduct
-from neuromanifold.persample.gradients.rows import Rows
+from neuromanifold.persample.gradients.forms import (
+    Dense,
+    Form,
+    Product,
+    Rows,
+    SquaredProduct,
+    ranges,
+    root_mean_square,
+    row_limit,
+    tile_size,
+)
 from neuromanifold.persample.gradients.totals import Sum, add
 
 __all__ = [
@@ -29,6 +37,7 @@ __all__ = [
     "SquaredProduct",
     "Sum",
     "add",
+    "ranges",
     "root_mean_square",
     "row_limit",
     "tile_size",

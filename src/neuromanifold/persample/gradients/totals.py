@@ -11,9 +11,7 @@ from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.base import Dense, Form
-from neuromanifold.persample.gradients.products import Product
-from neuromanifold.persample.gradients.rows import Rows
+from neuromanifold.persample.gradients.forms import Dense, Form, Product, Rows
 
 
 @dataclass

@@ -12,9 +12,16 @@ from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Windows
-from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, root_mean_square, row_limit, tile_size
-from neuromanifold.persample.gradients.base import ranges
-from neuromanifold.persample.rules.normalisation import sum_over
+from neuromanifold.persample.gradients import (
+    Accumulators,
+    Dense,
+    Form,
+    Product,
+    ranges,
+    root_mean_square,
+    row_limit,
+    tile_size,
+)
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule
 
 _FEW = 100  # positions
@@ -180,7 +187,7 @@ def convolution(call: Call) -> dict[str, Form]:
         dense = dispatch.depthwise_gradients(*weight.slid_and_fixed, weight.windows)
         found["weight"] = weight if dense is None else Dense(dense.view(weight.samples, *weight.shape))
     if "bias" in call.wanted:
-        found["bias"] = Dense(sum_over(g, (1, *range(3, g.ndim))))
+        found["bias"] = Dense.summed(g, (1, *range(3, g.ndim)))
     return found
 
 

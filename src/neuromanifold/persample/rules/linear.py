@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from neuromanifold.persample.gradients import Dense, Form, Product
-from neuromanifold.persample.rules.normalisation import sum_over
 from neuromanifold.persample.rules.registry import Call, rule, rule_where
 
 
@@ -17,7 +16,7 @@ def linear(call: Call) -> dict[str, Form]:
     if "weight" in call.wanted:
         found["weight"] = Product(g, positions(call.x))  # [o, i]
     if "bias" in call.wanted:
-        found["bias"] = Dense(sum_over(g, (1,)))
+        found["bias"] = Dense.summed(g, (1,))
     return found
 
 
@@ -33,7 +32,7 @@ def hugging_face_conv1d(call: Call) -> dict[str, Form]:
     if "weight" in call.wanted:
         found["weight"] = Product(positions(call.x), g)  # [i, o]
     if "bias" in call.wanted:
-        found["bias"] = Dense(sum_over(g, (1,)))
+        found["bias"] = Dense.summed(g, (1,))
     return found
 
 

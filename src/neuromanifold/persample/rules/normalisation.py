@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.kernels import dispatch
 from neuromanifold.persample.gradients import Dense, Form
 from neuromanifold.persample.rules.registry import Call, rule
@@ -19,9 +19,6 @@ def layer_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.LayerNorm)
     shape, eps = module.normalized_shape, module.eps
-    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=True) if len(shape) == 1 else None
-    if sums is not None:
-        return _wanted(call, *sums)
     over = tuple(range(1, call.g.ndim - len(shape)))
     return scale_and_shift(call, lambda: functional.layer_norm(_input(call), shape, None, None, eps), over)
 
@@ -32,10 +29,6 @@ def rms_norm(call: Call) -> dict[str, Form]:
     module = call.module
     assert isinstance(module, nn.RMSNorm)
     shape = list(module.normalized_shape)
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps  # torch's, in half precision too
-    sums = dispatch.feature_norm_sums(call.x, call.g, eps, centred=False) if len(shape) == 1 else None
-    if sums is not None:
-        return _wanted(call, *sums)
     over = tuple(range(1, call.g.ndim - len(shape)))
     return scale_and_shift(call, lambda: functional.rms_norm(_input(call), shape, None, module.eps), over)
 
@@ -67,7 +60,7 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
     if mean is not None and variance is not None:
         sums = dispatch.channel_norm_sums(call.x, call.g, mean, variance, module.eps)
         if sums is not None:
-            return _wanted(call, *sums)
+            return {name: Dense(sums[name == "bias"]) for name in call.wanted}
 
     def normalised() -> Tensor:
         x = _input(call)
@@ -80,34 +73,16 @@ def batch_or_instance_norm(call: Call) -> dict[str, Form]:
     return scale_and_shift(call, normalised, tuple(range(2, call.g.ndim)))
 
 
-def _wanted(call: Call, scale: Tensor, shift: Tensor) -> dict[str, Form]:
-    sums = {"weight": scale, "bias": shift}
-    return {name: Dense(sums[name]) for name in call.wanted}
-
-
 def scale_and_shift(call: Call, normalised: Callable[[], Tensor], over: tuple[int, ...]) -> dict[str, Form]:
     """Return the gradients of w and b in y = w∘x̂ + b, summed over all dimensions but those of samples and parameter."""
     found: dict[str, Form] = {}
     if "weight" in call.wanted:
-        found["weight"] = Dense(sum_over(at_least_float32(call.g) * normalised(), over))
+        found["weight"] = Dense.summed(call.g.to(promoted(call.g.dtype)) * normalised(), over)
     if "bias" in call.wanted:
-        found["bias"] = Dense(sum_over(call.g, over))
+        found["bias"] = Dense.summed(call.g, over)
     return found
 
 
 def _input(call: Call) -> Tensor:
     """Return the input in the gradient's precision, float32 at least: products of large float16 numbers overflow."""
-    return call.x.to(at_least_float32(call.g).dtype)
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return float16 and bfloat16 as float32, and other dtypes as they are."""
-    return values.float() if values.dtype.itemsize < 4 else values
-
-
-def sum_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the sum over dimensions, in float32 or better; dimensions of size one are only dropped."""
-    dtype = torch.float32 if values.dtype.itemsize < 4 else values.dtype
-    if all(values.shape[dim] == 1 for dim in dims):
-        return values.squeeze(dims).to(dtype)
-    return values.sum(dims, dtype=dtype)
+    return call.x.to(promoted(call.g.dtype))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.persample.gradients import Dense, Form
-from neuromanifold.persample.rules.normalisation import at_least_float32, scale_and_shift, sum_over
+from neuromanifold.persample.rules.normalisation import scale_and_shift
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, rule, rule_where
 
 
 @rule(nn.PReLU, parameters=("weight",))
 def prelu(call: Call) -> dict[str, Form]:
     """y = max(x, 0) + w min(x, 0), with one w or one for each channel (the second dimension)."""
-    product = at_least_float32(call.g) * call.x.clamp(max=0)
-    single = call.module.num_parameters == 1
-    over = tuple(range(1 if single else 2, product.ndim))
-    summed = sum_over(product, over)  # [n] or [n, c]
-    return {"weight": Dense(summed[:, None] if single else summed)}
+    product = call.g.to(promoted(call.g.dtype)) * call.x.clamp(max=0)
+    product = product[:, None] if call.module.num_parameters == 1 else product  # [n, 1 or c, ...]
+    return {"weight": Dense.summed(product, (*range(2, product.ndim),))}
 
 
 def _is_norm(module: nn.Module) -> bool:

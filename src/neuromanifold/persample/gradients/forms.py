@@ -1,16 +1,102 @@
-"""Gradients that are sums of outer products: linear layers, and other layers written as one."""
+"""Forms of per-sample gradients: the gradients themselves, sums of outer products, and rows of a table."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.base import Form, ranges, root_mean_square, row_limit, tile_size
+
+# How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
+# cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
+CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+
+
+class Form(ABC):
+    """The gradients g_n of some samples with respect to one parameter."""
+
+    samples: int
+    shape: torch.Size  # of the parameter
+    device: torch.device
+
+    thins: ClassVar[bool] = True
+    """Whether fourth powers cost so much that only some batches take them."""
+
+    @abstractmethod
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return the gradients of the samples `start` to `stop - 1`, [stop - start, *shape], as a new tensor."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """Return about the root mean square of the gradients: right to a power of two or so."""
+
+    def add_squares(self, to: Accumulators) -> None:
+        """Add Σ_n g_n² to the sums, and fourth powers where they are kept."""
+        for start, stop in self.pieces():
+            to.add(self.gradients(start, stop, to.squares.dtype).mul_(to.factor))
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """Return ‖g_n‖² for each sample, [n]."""
+        norms = [
+            self.gradients(start, stop, dtype).reshape(stop - start, self.shape.numel()).square().sum(1)
+            for start, stop in self.pieces()
+        ]
+        return torch.cat(norms) if norms else torch.zeros(0, dtype=dtype, device=self.device)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n for weights c [n], in their precision."""
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        for start, stop in self.pieces():
+            total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
+        return total
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Return ranges of samples whose gradients together make about one tile."""
+        return ranges(self.samples, tile_size(self.device) // max(1, self.shape.numel()))
+
+
+@dataclass
+class Dense(Form):
+    """The gradients themselves, [n, *shape]."""
+
+    values: Tensor
+    thins: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.samples, self.shape, self.device = self.values.shape[0], self.values.shape[1:], self.values.device
+
+    @classmethod
+    def summed(cls, values: Tensor, dims: tuple[int, ...]) -> Dense:
+        """Return the sum of values [n, ...] over dimensions, in float32 or better; those of size one are dropped."""
+        dtype = promoted(values.dtype)
+        alone = all(values.shape[dim] == 1 for dim in dims)
+        return cls(values.squeeze(dims).to(dtype) if alone else values.sum(dims, dtype=dtype))
+
+    @override
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return self.values[start:stop].to(dtype, copy=True)
+
+    def values_for(self, parameter: Tensor) -> Tensor:
+        """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
+        if self.shape.numel() != parameter.shape.numel():
+            got = f"{list(self.shape)} for each sample"
+            advice = "A rule's Dense has the samples first, then the parameter's shape."
+            raise ValueError(message("gradients", f"of the parameter's shape {list(parameter.shape)}", got, advice))
+        dtype = promoted(parameter.dtype)
+        values = self.values if self.shape == parameter.shape else self.values.reshape(self.samples, *parameter.shape)
+        return values if values.dtype == dtype else values.to(dtype)
+
+    @override
+    def magnitude(self) -> Tensor:
+        return root_mean_square(self.values)
 
 
 @dataclass
@@ -101,6 +187,63 @@ class Product(Form):
 
 
 @dataclass
+class Rows(Form):
+    """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
+
+    values: Tensor  # [n, t, d]
+    ids: Tensor  # [n, t]
+    rows: int
+    thins: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.samples, self.device = self.values.shape[0], self.values.device
+        self.shape = torch.Size((self.rows, self.values.shape[2]))
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return whole tables for a few samples, zero in the rows that a sample does not look up."""
+        table = torch.zeros(stop - start, *self.shape, dtype=dtype, device=self.device)
+        ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
+        return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n, added into the rows that are looked up."""
+        values = self.values.to(weights.dtype) * weights[:, None, None]
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        return total.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
+
+    def magnitude(self) -> Tensor:
+        """Return the root mean square of the rows that are looked up, as if each were looked up once."""
+        return root_mean_square(self.values)
+
+    def add_squares(self, to: Accumulators) -> None:
+        """Sum each sample's gradients for a row, square the sum, and add it to that row alone."""
+        sums, rows, _ = self._touched(to.squares.dtype)
+        squares = sums.mul_(to.factor).square_()
+        to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
+        if to.fourths is not None:
+            to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """Return ‖g_n‖² from the rows that a sample looks up."""
+        sums, _, owners = self._touched(dtype)
+        return torch.zeros(self.samples, dtype=dtype, device=self.device).index_add_(0, owners, sums.square().sum(1))
+
+    def _touched(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return, for each pair of a sample and a row it looks up, the sum [pairs, d], the row, and the sample.
+
+        As many as there are positions, those at the end zero: counting them would wait for a GPU.
+        """
+        ids, order = self.ids.sort(1)
+        first = torch.ones_like(ids, dtype=torch.bool)  # whether no position before has looked up the same row
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        pair = torch.empty_like(ids).scatter_(1, order, (first.flatten().cumsum(0) - 1).view_as(ids)).flatten()  # [n·t]
+        values = self.values.flatten(0, 1).to(dtype)
+        samples = torch.arange(self.samples, device=self.device)[:, None].expand_as(ids)
+        rows, owners = (torch.zeros_like(pair).index_copy_(0, pair, one.flatten()) for one in (self.ids, samples))
+        return torch.zeros_like(values).index_add_(0, pair, values), rows, owners
+
+
+@dataclass
 class SquaredProduct(Form):
     """Squares of products with one position, summed over cotangents: Σ_c left_c² [n, o], multiplied by right² once."""
 
@@ -165,3 +308,32 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, t
     if to.fourths is not None:
         left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
         to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
+
+
+def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:
+    """Return the ranges (start, stop) of `step` samples each, at least one, that make up all samples."""
+    step = max(1, step)
+    return ((start, min(start + step, samples)) for start in range(0, samples, step))
+
+
+def tile_size(device: torch.device) -> int:
+    """Return how many numbers of several samples are held at a time."""
+    return CPU_TILE if device.type == "cpu" else GPU_TILE
+
+
+def row_limit(device: torch.device) -> int:
+    """Return how many numbers of a single sample are held at a time."""
+    return max(CPU_TILE, CPU_ROWS) if device.type == "cpu" else GPU_TILE
+
+
+def root_mean_square(values: Tensor) -> Tensor:
+    """Return √(mean of squares), evaluated in float32 or better; 0 for an empty tensor."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    values = values.to(promoted(values.dtype))
+    if values.device.type == "cpu" and values.is_contiguous():
+        norm = torch.dot(values.view(-1), values.view(-1)).sqrt_()  # several times as fast
+    else:
+        norm = torch.linalg.vector_norm(values)
+    size: Tensor = norm / values.numel() ** 0.5
+    return size
