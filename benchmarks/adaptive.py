@@ -104,7 +104,7 @@ class _Identity(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return (x + self.inner(x)).relu()
 
 
