@@ -15,7 +15,7 @@ from neuromanifold.core import Core
 from neuromanifold.estimators.orthogonal import (
     columns_in_pairs,
     hartley_column,
-    own_columns,
+    leading_columns,
     remainder,
 )
 from tests.estimators.probes import GRANULARITIES, normal, special
@@ -51,12 +51,23 @@ def all_frames(d: int, m: int) -> tuple[Tensor, Tensor]:
 
 
 def all_probes(core: Core, m: int, deflate: int = 0) -> tuple[Tensor, Tensor]:
-    """All values of a core's cotangents, up to a sign for each, [draws, probes, C], and their weights."""
-    scaled = own_columns(core, deflate, m)
-    d, mix = remainder(core, scaled)
-    h, weights = all_frames(d, m - len(scaled))
-    rest = mix(h) * math.sqrt(d / h.shape[1])
-    return torch.cat([scaled.expand(len(h), -1, -1), rest], dim=1), weights
+    """All values of a core's cotangents, up to a sign for each, [draws, probes, C], and their weights.
+
+    Where eigenvectors have all passes but one, that one is Σ ±√λ_i v_i over the others of the k leading eigenvectors,
+    and all axes of what is left with random signs.
+    """
+    own, signed = leading_columns(core, deflate, m)
+    if m - len(own) == 1:
+        d, mix = remainder(core, torch.cat([own, signed]))
+        columns = torch.cat([signed, mix(torch.eye(d, dtype=torch.float64))]) if d else signed
+        draws = list(itertools.product((-1.0, 1.0), repeat=len(columns) - 1))
+        rest = torch.tensor([(1.0, *draw) for draw in draws], dtype=torch.float64)[:, None] @ columns
+        weights = torch.full((len(rest),), 1 / len(rest), dtype=torch.float64)
+    else:
+        d, mix = remainder(core, own)
+        h, weights = all_frames(d, m - len(own))
+        rest = mix(h) * math.sqrt(d / h.shape[1])
+    return torch.cat([own.expand(len(rest), -1, -1), rest], dim=1), weights
 
 
 SINGLE: dict[str, Core] = {
@@ -65,7 +76,7 @@ SINGLE: dict[str, Core] = {
     "bernoulli": nm.Bernoulli(2 * normal(4)),
     "gaussian": nm.Gaussian(normal(5)),
 }
-CASES = [(name, m, k) for name, core in SINGLE.items() for m in range(2, core.rank) for k in (0, 1, 2)]
+CASES = [(name, m, k) for name, core in SINGLE.items() for m in range(2, core.rank) for k in (0, 1, 2, 8)]
 
 
 @pytest.mark.parametrize("d", [2, 3, 4, 5])
@@ -136,6 +147,38 @@ def test_mean_and_variance_by_enumeration(name: str, m: int, k: int) -> None:
     bound = (factors[:, None] * fourth).sum(0)
     assert (bound >= variance * (1 - 1e-9) - floor).all()
     assert (bound <= (2 / 3) * fourth.sum(0) * (1 + 1e-12)).all()
+
+
+def square(u: Tensor) -> Tensor:
+    """u uᵀ, which does not know the sign of u."""
+    return u[..., :, None] * u[..., None, :]
+
+
+def test_both_kinds_of_passes_are_among_the_cases() -> None:
+    """Shared by orthogonal probes; and a single one, with and without signs of eigenvectors, down to no axis at all."""
+    kinds = set()
+    for name, m, k in CASES:
+        own, signed = leading_columns(SINGLE[name], k, m)
+        left = SINGLE[name].rank - len(own) - len(signed)
+        kinds.add("shared" if m - len(own) > 1 else (len(signed) > 0, left > 0))
+    assert kinds == {"shared", (True, True), (True, False), (False, True)}
+
+
+@pytest.mark.parametrize(("name", "m", "k"), [("categorical-0", 2, 2), ("categorical-1", 3, 8), ("bernoulli", 2, 1)])
+def test_probes_are_drawn_as_enumerated(name: str, m: int, k: int) -> None:
+    """Every value of the last pass, up to its sign, as often as any other; false-alarm rate 1e-6."""
+    core, n = SINGLE[name], 20_000
+    values, weights = all_probes(core, m, k)
+    many = type(core)((core.logits if hasattr(core, "logits") else core.mean).expand(n, -1))  # type: ignore[attr-defined]
+    drawn = torch.stack(list(nm.Hutchinson(m, deflate=k).cotangents(many, None, torch.Generator().manual_seed(0))), 1)
+    for j in range(m - 1):
+        torch.testing.assert_close(square(drawn[:, j]), square(values[:1, j]).expand(n, -1, -1))
+    of_draws, of_values = square(drawn[:, -1]).flatten(1), square(values[:, -1]).flatten(1)
+    distance, which = torch.cdist(of_draws, of_values).min(1)
+    assert float(distance.max()) < 1e-6 * float(core.trace())
+    assert worst_z_score(torch.nn.functional.one_hot(which, len(values)).double(), weights) < allowed_z_score(
+        len(values)
+    )
 
 
 FRAMES = {(d, m): all_frames(d, m) for d in range(2, 6) for m in range(1, d)}

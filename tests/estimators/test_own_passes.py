@@ -1,5 +1,6 @@
 """Which leading eigenvectors get a backward pass for themselves, and that it pays."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,16 +13,23 @@ from torch import Tensor
 import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
-from neuromanifold.estimators.orthogonal import leading_columns, orthonormal_noise, own_columns, remainder
+from neuromanifold.estimators.orthogonal import leading_columns, orthonormal_noise, own_passes, remainder
 from tests.estimators.probes import NOISES, drawn, normal, outer, special
 from tests.zscores import allowed_z_score, worst_z_score
 
 
-def shares(core: Core, k: int) -> Tensor:
-    """The mean of λ_i/tr M over the distributions with tr M > 0, by dense matrices: [k]."""
-    values = torch.linalg.eigvalsh(core.fisher()).flip(-1)[..., :k].reshape(-1, k)
-    some = values[core.trace().reshape(-1) > 0]
-    return (some / core.trace().reshape(-1)[core.trace().reshape(-1) > 0, None]).mean(0)
+def predicted(core: Core, k: int, m: int) -> Tensor:
+    """Half the mean variance of an entry over directions of J, if 0, 1, ... eigenvectors have their own passes: [own].
+
+    By dense matrices: (d' - m')/(m' (d' - 1)) (R² - Q) for the m' passes and the d' eigenvalues that are left.
+    """
+    values = torch.linalg.eigvalsh(core.fisher()).flip(-1)[..., : core.rank].clamp(min=0).reshape(-1, core.rank)
+    noise = []
+    for own in range(min(k, m - 1, core.rank) + 1):
+        left, d = values[:, own:], core.rank - own
+        products = (left[:, :, None] * left[:, None, :]).sum((1, 2)) - left.square().sum(1)
+        noise.append((d - (m - own)) / ((m - own) * max(1, d - 1)) * products.clamp(min=0).sum())
+    return torch.stack(noise)
 
 
 PREDICTIONS = {
@@ -38,19 +46,23 @@ def test_eigenvectors_get_passes_where_it_pays(name: str, noise: Any) -> None:
     """One number for the batch; cotangents and noise factors agree on it, whoever is asked first."""
     for m, k in itertools.product((2, 3, 5, 28), (1, 2, 40)):
         core, estimator = nm.Categorical(PREDICTIONS[name]), nm.Hutchinson(m, deflate=k, noise=noise)
-        own = int((shares(core, min(k, m - 1)) > 1 / (2 * m - 1)).sum())
+        noises, own = predicted(core, k, m), own_passes(core, k, m)
+        assert noises[own] <= noises.min() * (1 + 1e-9) + 1e-15
         u, factors = drawn(estimator, core), estimator.pass_noise(core, alone=True)
         assert [factor == 0 for factor in factors] == [True] * own + [False] * (m - own)
         assert factors == estimator.pass_noise(nm.Categorical(PREDICTIONS[name]), alone=True)
         assert estimator.pass_noise(core, alone=False) == [2 / 3] * m
-        scaled = leading_columns(core, min(k, m - 1)).movedim(-2, 0)[:own]
-        torch.testing.assert_close(outer(u[:own]), outer(scaled))
-        assert own_columns(core, k, m).shape == (*core.batch_shape, own, 30)
+        alone, signed = leading_columns(core, k, m)
+        scaled = core.spectrum(min(k, core.rank)).factor()
+        torch.testing.assert_close(outer(u[:own]), outer(scaled.movedim(-2, 0)[:own]))
+        assert alone.shape == (*core.batch_shape, own, 30)
+        assert signed.shape[-2] == (min(k, core.rank) - own if m - own == 1 else 0)
+        torch.testing.assert_close(torch.cat([alone, signed], -2), scaled[..., : own + signed.shape[-2], :])
 
 
 def test_peaked_and_even_predictions() -> None:
     def own(logits: Tensor, m: int, k: int = 1) -> int:
-        return own_columns(nm.Categorical(logits), k, m).shape[-2]
+        return own_passes(nm.Categorical(logits), k, m)
 
     even, peaked = 0.1 * normal(20, 100), 5 * normal(20, 100)
     assert (own(even, 2), own(peaked, 2), own(peaked, 2, 9)) == (0, 1, 1)
@@ -58,6 +70,7 @@ def test_peaked_and_even_predictions() -> None:
     assert own(torch.cat([even, peaked[:1]]), 2) == 0
     assert own(torch.zeros(0, 100), 2) == own(special(100)[3:4], 2) == 0  # empty, and a certain prediction
     assert own(torch.zeros(0, 100), 2, 0) == own(peaked, 2, 0) == 0
+    assert own(20 * normal(20, 100), 5, 9) == 4  # all but one, for confident predictions
 
 
 @pytest.mark.parametrize("m", [2, 3, 4])
@@ -68,11 +81,15 @@ def test_the_decision_is_for_the_better(m: int) -> None:
         core = nm.Categorical(scale * normal(20, 100))
         errors = []
         for k in (0, 1):
-            scaled = leading_columns(core, k)
+            scaled = core.spectrum(1).factor()[:, :k]
             d, mix = remainder(core, scaled)
             axes = mix(torch.eye(d).double()[:, None].expand(d, 20, d))
             a = torch.einsum("rnc,ncp->nrp", axes, jacobian)
-            errors.append(bounds.orthogonal_probe_variance(a, m - k, granularity="sample"))
+            one = m - k == 1  # random signs of all axes
+            of_probes = (
+                bounds.probe_variance if one else functools.partial(bounds.orthogonal_probe_variance, probes=m - k)
+            )
+            errors.append(of_probes(a, granularity="sample"))
         claimed = bounds.orthogonal_variance(core, jacobian, m, 1, granularity="sample")
         torch.testing.assert_close(claimed, errors[own])
         assert float((errors[1 - own] / errors[own]).log().mean()) > 0.1
@@ -83,7 +100,7 @@ def test_even_predictions_by_simulation() -> None:
 
     class Always(nm.Hutchinson):
         def _orthogonal(self, core: Core, generator: torch.Generator) -> Iterator[Tensor]:
-            scaled = leading_columns(core, 1)
+            scaled = core.spectrum(1).factor()
             yield from scaled.unbind(-2)
             d, mix = remainder(core, scaled)
             for h in orthonormal_noise(core, d, 1, "rademacher", generator):

@@ -146,7 +146,7 @@ class Categorical(Core):
     def squared_norm(self) -> Tensor:
         """‖F‖² = Σ p_i²(1 - 2p_i) + ‖p‖⁴, [...]: by p_i² (1 - p_i)² on the diagonal and p_i² p_j² elsewhere.  O(C)."""
         squares = self.probs.square()
-        return (squares * (self.complement.square() - squares)).sum(-1) + squares.sum(-1).square()
+        return (squares * (self.complement.square() + sum_of_others(squares))).sum(-1)
 
     def null_vector(self) -> Tensor:
         """v_1 = e/√C with λ_1 = 0 (Theorem 1): adding a constant to all logits changes nothing.  [..., C]."""

@@ -52,7 +52,7 @@ class Outputs(NamedTuple):
     def per_sample(self, values: Tensor) -> Tensor:
         """Add values [R] of the rows made by `select` over the positions of each sample, [B]."""
         if self.valid is None:
-            return values.view(len(self.logits), -1).sum(1)
+            return values.view(len(self.logits), self.logits.shape[1:-1].numel()).sum(1)
         if self.logits.ndim == 2:
             return torch.where(self.valid, values, 0)
         owner = self.valid.flatten(1).nonzero()[:, 0]

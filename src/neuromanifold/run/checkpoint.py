@@ -72,7 +72,8 @@ class CheckpointedRun:
         self.path, self._every = Path(checkpoint.path).resolve(), checkpoint.every  # of a link, what it leads to
         self._identity, self._method, self._sums, self._counts = identity, method, sums, counts
         self._first, self._last = "", ""  # fingerprints of the first batch, and of all batches, in the file
-        self._done = self._begun = ""  # fingerprints of the batches done or passed over; with the one that has begun
+        self._done = ""  # fingerprint of the batches done or passed over
+        self._begun: list[str] = []  # with each of those that have begun
         self._resumed = self._written = 0  # counts.next at these times
         self._due = 0.0
 
@@ -118,17 +119,18 @@ class CheckpointedRun:
             raise ValueError(message("data", expected, f"{batches} batches", _afresh(self.path)))
 
     def begin_batch(self, item: object) -> None:
-        """Look at it before the model does, which may work in place."""
-        self._begun = self._with(item)
+        """Look at it before the model does, which may work in place; batches of a window begin and end together."""
+        self._begun.append(self._with(item))
 
     def end_batch(self) -> None:
-        """The batch that has begun has come to its end."""
-        self._done = self._begun
-        self._first = self._first or self._done
+        """All batches that have begun have come to their end."""
+        self._first, self._done = self._first or self._begun[0], self._begun[-1]
+        self._begun = []
 
     def _with(self, item: object) -> str:
         """The fingerprint of all batches so far, and of one more."""
-        return fingerprint(("before", self._done), ("batch", item), most=_LOOKED_AT)
+        before = self._begun[-1] if self._begun else self._done
+        return fingerprint(("before", before), ("batch", item), most=_LOOKED_AT)
 
     @property
     def is_due(self) -> bool:

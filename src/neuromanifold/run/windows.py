@@ -58,21 +58,19 @@ class AdaptiveSteps:
         assert isinstance(step.settings.estimator, Adaptive)
         self._step, self._problem, self._estimator = step, step.problem, step.settings.estimator
         self._counts = counts
-        self._regroups: bool | None = None  # whether samples can be taken out of their batches
         self._compared = False  # whether regrouped samples have the logits that they had before
 
     def __call__(self, batches: list[Batch]) -> Iterator[Outputs]:
         """Yield the outputs of each batch; at the end, all passes of the window are done."""
         first, outputs = batches[0], self._step.forward(batches[0])
-        if self._regroups is None and len(outputs.logits):
-            self._regroups = samples_influence_each_other(self._problem, first, outputs.detached()) is False
-        if self._estimator.cost < 1 and self._regroups is False:
+        regroups = self._regroups(batches, outputs.detached())
+        if self._estimator.cost < 1 and regroups is False:
             advice = "Use passes=1 or more: then batches are left as they are."
             got = "batches that cannot be split, or samples that influence each other"
             raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
         scored = self._scored(first, outputs)
         scores = self._scores([scored])
-        if self._regroups and pays(self._estimator, scores):
+        if regroups and pays(self._estimator, scores):
             yield from self._by_scores(scored, batches, outputs)
             return
         alike = self._estimator.allocation(len(scores.trace))
@@ -84,6 +82,17 @@ class AdaptiveSteps:
             outputs = outputs if batch is first else self._step.forward(batch)
             self._step.complete(batch, outputs, self._estimator.alike(batch.number))
             yield outputs.detached()
+
+    def _regroups(self, batches: list[Batch], outputs: Outputs) -> bool | None:
+        """Whether samples can be taken out of their batches and joined to others; None if no batch has several.
+
+        Asked for each window, so that it does not depend on where a shard or a resumed run begins.
+        """
+        for batch in batches:
+            if self._problem.samples_of(batch, outputs) > 1:
+                found = outputs if batch is batches[0] else self._problem.outputs(batch)
+                return samples_influence_each_other(self._problem, batch, found) is False
+        return None
 
     def _by_scores(self, scored: _Scored, batches: list[Batch], outputs: Outputs) -> Iterator[Outputs]:
         """Outputs of all batches first; then passes for the samples that are worth them."""
@@ -151,6 +160,8 @@ class AdaptiveSteps:
             if len(rows):
                 part = gather([SomeSamples(batch, samples, rows)], self._problem.batch_dim)
                 first = self._run(part, 1, keep[rows], torch.ones(len(rows)), [])
+            elif first.logits.ndim > 2:  # the number of positions is not known
+                first = self._problem.outputs(batch)
             yield self._problem.outputs_like(first, batch, samples)
 
     def _run(self, batch: Batch, passes: int, keep: Tensor, sizes: Tensor, expected: list[Tensor | None]) -> Outputs:
@@ -188,7 +199,8 @@ class AdaptiveSteps:
             values = torch.cat(logits)
             return self._problem.likelihood(values[rows.to(values.device)])
 
-        return score(trace, norm, window[0].rank, core_of if logits else None, self._budget(window))
+        alike = len({one.shape[1:] for one in logits}) == 1
+        return score(trace, norm, window[0].rank, core_of if alike else None, self._budget(window))
 
 
 def _nearly_same(found: Tensor, expected: Tensor) -> bool:
