@@ -64,7 +64,7 @@ def test_an_accuracy_that_is_reached_is_no_failure() -> None:
         (["--checkpoint", "fim.safetensors"], "a file of its own"),
         (["-b", "many"], "a number of rows, or auto"),
         (["-b", "auto", "--shard", "0/2"], "a number with --checkpoint or --shard"),
-        (["-e", "guess"], "one of Hutchinson, Exact"),
+        (["-e", "guess"], "one of Hutchinson, Adaptive, Exact"),
         (["--granularity", "token"], "auto, sample or batch"),
         (["--likelihood", "poisson"], "one of categorical"),
         (["--shard", "2/2"], "I from 0 to N-1"),

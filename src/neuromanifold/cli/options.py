@@ -35,7 +35,7 @@ EstimatorName = Annotated[
     str,
     _estimate(
         "Hutchinson (unbiased, one backward pass per batch), Exact (classes - 1 passes), MonteCarlo, Empirical, "
-        "SquaredBatchGradient; with settings as in 'Hutchinson(probes=4)'.",
+        "SquaredBatchGradient, Adaptive; with settings as in 'Hutchinson(probes=4)'.",
         "--estimator", "-e", metavar="NAME",
     ),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.granularity import Granularity
 
-_ESTIMATORS = (nm.Hutchinson, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
+_ESTIMATORS = (nm.Hutchinson, nm.Adaptive, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
 _BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*_ESTIMATORS, nm.Upper, nm.Lower)}
 _LIKELIHOODS: dict[str, Likelihood] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 

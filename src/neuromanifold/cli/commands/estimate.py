@@ -12,11 +12,13 @@ from neuromanifold.cli.console import print_result, progress_bar
 from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress, Setup, option, run_option, with_setup
 from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granularity, parse_shard
 from neuromanifold.core.checks import message
+from neuromanifold.estimators import Adaptive
 from neuromanifold.problem.parameters import select_parameters
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
 
+DEFAULT = "Hutchinson()"
 _PRINTED = ("trace", "estimator", "right for F", "samples", "batches", "ended")
 _INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
 
@@ -27,8 +29,16 @@ def estimate_command(
     output: Annotated[
         Path, run_option("File to write (safetensors); replaced if it exists.", "--output", "-o", metavar="FILE")
     ],
-    estimator: EstimatorName = "Hutchinson()",
+    estimator: EstimatorName = DEFAULT,
     granularity: GranularityName = "auto",
+    passes: Annotated[
+        float | None,
+        option(
+            "Estimate",
+            "Cost in forward + backward passes over the data, e.g. 0.7 or 1.5, spent on the samples with most noise; "
+            "in place of --estimator.",
+        ),
+    ] = None,
     rtol: Annotated[
         float | None, option("Estimate", "Stop once the relative standard error is this small, e.g. 0.05.")
     ] = None,
@@ -67,6 +77,8 @@ def estimate_command(
         neuromanifold estimate -m distilbert-base-uncased-finetuned-sst-2-english -d glue --subset sst2 \
 -o fim.safetensors --rtol 0.05
 
+        neuromanifold estimate -m ./model -d reviews.csv -o fim.safetensors --passes 1
+
         neuromanifold estimate -m my.module:model -d my.module:batches -o fim.safetensors -e Exact
     """
     check_output(output, checkpoint, setup.data)
@@ -74,7 +86,10 @@ def estimate_command(
         check_output(checkpoint, setup.data)
     if strict and rtol is None:
         raise ValueError(message("strict", "given together with --rtol", "no --rtol"))
-    chosen, squared, part = parse_estimator(estimator), parse_granularity(granularity), parse_shard(shard)
+    if passes is not None and estimator != DEFAULT:
+        raise ValueError(message("passes", "given without --estimator", f"--estimator {estimator!r} as well"))
+    chosen = parse_estimator(estimator) if passes is None else Adaptive(passes)
+    squared, part = parse_granularity(granularity), parse_shard(shard)
     model = setup.load_model(fixed_size="--checkpoint or --shard" if checkpoint is not None or part is not None else "")
     run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
     entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
