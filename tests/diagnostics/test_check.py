@@ -38,6 +38,7 @@ def test_a_row_for_every_estimator(result: nm.Check) -> None:
         "Hutchinson(deflate=0)",
         "Hutchinson(probes=2)",
         "Hutchinson(probes=4)",
+        "Adaptive()",
         "Hutchinson() per batch",
         "MonteCarlo()",
         "Exact(envelope=Upper())",

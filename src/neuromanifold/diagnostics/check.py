@@ -43,7 +43,8 @@ ROUNDS = 3
 SHORT = 1.0  # seconds: what takes more, and is not random, runs once
 _OPTIONS = LoopOptions(cuda_graphs="auto")
 
-_PER_SAMPLE = (nm.Hutchinson(), nm.Hutchinson(deflate=0), nm.Hutchinson(probes=2), nm.Hutchinson(probes=4))
+_HUTCHINSON = (nm.Hutchinson(), nm.Hutchinson(deflate=0), nm.Hutchinson(probes=2), nm.Hutchinson(probes=4))
+_PER_SAMPLE = (*_HUTCHINSON, nm.Adaptive())
 _OTHERS = (nm.MonteCarlo(), nm.Exact(nm.Upper()), nm.Exact(nm.Lower(1)), nm.Empirical(), nm.SquaredBatchGradient())
 
 
