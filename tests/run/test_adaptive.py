@@ -36,7 +36,7 @@ class Case:
     likelihood: Callable[[Tensor], Core] = nm.Categorical
     options: dict[str, Any] = field(default_factory=dict)
 
-    def estimate(self, cost: float, seed: int = 0, window: int = 4, **options: Any) -> nm.DiagonalFisher:
+    def estimate(self, cost: float, seed: int = 0, window: int = 3, **options: Any) -> nm.DiagonalFisher:
         estimator = nm.Adaptive(cost, window=window)
         options = {"likelihood": self.likelihood, "reduction": "sum", **self.options, **options}
         return nm.fisher_diagonal(self.model, options.pop("data", self.data), estimator, seed=seed, **options)
@@ -119,7 +119,7 @@ def make_cases() -> dict[str, Case]:
     def some(labels: Tensor, every: int = 3) -> Tensor:
         return torch.where(torch.arange(labels.numel()).view(labels.shape) % every == 0, -100, labels)
 
-    sizes = (6, 6, 5, 6, 6, 2, 6, 1)
+    sizes = (6, 5, 6, 2, 6, 1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         cases = {
@@ -198,8 +198,8 @@ QUICK = {name: COSTS[i % 5] for i, name in enumerate(CASES)}
 
 @pytest.mark.parametrize("name", CASES)
 def test_unbiased(name: str) -> None:
-    """z-scores of combinations of entries over 16 seeds, false-alarm rate 1e-6."""
-    assert z_score(CASES[name], QUICK[name], 16) < allowed(16)
+    """z-scores of combinations of entries over 14 seeds, false-alarm rate 1e-6."""
+    assert z_score(CASES[name], QUICK[name], 14) < allowed(14)
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_unbiased_at_every_cost(name: str, cost: float) -> None:
 )
 def test_the_twin_without_weights_is_biased(name: str, cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "weighted", lambda drawn, *_: drawn)
-    assert z_score(CASES[name], cost, 16) > allowed(16)
+    assert z_score(CASES[name], cost, 14) > allowed(14)
 
 
 class Peeking(nm.Hutchinson):
@@ -233,9 +233,9 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
     """Where it decides by outputs alone, the same probe passes."""
     case = CASES["ten classes, near-uniform"]
     monkeypatch.setattr(windows, "several", lambda _: Peeking())
-    assert z_score(case, 0.95, 20) > allowed(20)
+    assert z_score(case, 0.95, 14) > allowed(14)
     monkeypatch.setattr(windows, "several", lambda _: nm.Hutchinson(deflate=0))
-    assert z_score(case, 0.95, 20) < allowed(20)
+    assert z_score(case, 0.95, 14) < allowed(14)
 
 
 def test_batches_by_hand_agree_with_the_library() -> None:
@@ -268,7 +268,7 @@ def test_exact_where_the_cost_allows(name: str) -> None:
 
 
 def test_traces() -> None:
-    case, seeds = CASES["ten classes, confident"], 30
+    case, seeds = CASES["ten classes, confident"], 16
     runs = [nm.fisher_trace(case.model, case.data, passes=1.0, reduction="sum", seed=seed) for seed in range(seeds)]
     values = torch.tensor([[float(run)] for run in runs]).double()
     assert worst_z_score(values, case.truth.sum()[None]) < allowed(seeds, 1)
@@ -283,7 +283,7 @@ def test_traces() -> None:
 def test_granularities(granularity: Any) -> None:
     """Whole batches are not regrouped: independent probes, as many as the cost allows."""
     case = CASES["a parameter without a rule"]
-    assert z_score(case, 1.5, 20, granularity=granularity) < allowed(20)
+    assert z_score(case, 1.5, 10, granularity=granularity) < allowed(10)
     found = case.estimate(2.4, granularity=granularity).provenance
     assert set(found.granularity.values()) <= (
         {"batch"} if granularity == "batch" else {"sample", "sample, one by one"}
@@ -310,16 +310,14 @@ def error_over_claimed(case: Case, cost: float, seeds: int) -> float:
 )
 def test_standard_errors_have_the_right_size(name: str, cost: float) -> None:
     """They are bounds for single passes and for samples of fixed number: within a factor of 1.5 above, 5 below."""
-    assert 0.2 < error_over_claimed(CASES[name], cost, 30) < 1.5
+    assert 0.2 < error_over_claimed(CASES[name], cost, 24) < 1.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cost"), list(itertools.product(CASES, COSTS)))
 def test_standard_errors_at_every_cost(name: str, cost: float) -> None:
     """Not too small by more than a factor of 1.5 in the variance, in any of the cases."""
-    ratio = error_over_claimed(CASES[name], cost, 100)
-    print("RATIO", name, cost, ratio)
-    assert ratio < 1.5
+    assert error_over_claimed(CASES[name], cost, 100) < 1.5
 
 
 def test_standard_errors_where_every_second_sample_is_of_a_kind() -> None:
@@ -345,7 +343,7 @@ def test_shards_add_up_to_one_run(name: str, cost: float) -> None:
     """Of windows of three batches, whatever the first batch of a shard is."""
     case = backwards(CASES[name])
     whole = case.estimate(cost, seed=5, window=3)
-    for shards in (2, 3):
+    for shards in (1, 2):
         parts = [case.estimate(cost, seed=5, window=3, shard=(i, shards)) for i in range(shards)]
         total = sum(parts)
         assert isinstance(total, nm.DiagonalFisher)
@@ -355,12 +353,12 @@ def test_shards_add_up_to_one_run(name: str, cost: float) -> None:
         assert (total.count, total.positions) == (whole.count, whole.positions)
         assert (ours.left_out, ours.passes, ours.batches) == (theirs.left_out, theirs.passes, theirs.batches)
     with pytest.raises(ValueError, match="has seen the same batches"):
-        parts[0] + whole
+        _ = parts[0] + whole
 
 
 def test_a_shard_without_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"at least one sample, got 0 batches in shard 3 of 4"):
-        CASES["two classes"].estimate(1.0, window=3, shard=(3, 4))
+    with pytest.raises(ValueError, match=r"at least one sample, got 0 batches in shard 2 of 3"):
+        CASES["two classes"].estimate(1.0, window=3, shard=(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -381,7 +379,7 @@ def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(name: str, cos
     again = case.estimate(cost, window=3, checkpoint=path)  # a run that is done
     assert torch.equal(flat(again), flat(expected))
     others = [case.data[0], *case.data[:0:-1]]
-    with pytest.raises(ValueError, match="got others up to batch 7"):
+    with pytest.raises(ValueError, match="got others up to batch 5"):
         case.estimate(cost, window=3, data=others, checkpoint=path)
     with pytest.raises(ValueError, match=r"differs in estimator .*cost=2.5"):
         case.estimate(2.5, window=3, checkpoint=path)
@@ -392,12 +390,12 @@ def test_rtol() -> None:
     many = case.data[:2] * 20
     found = case.estimate(1.0, data=many, rtol=0.2)
     assert found.provenance.stopped.startswith(f"stopped after {found.provenance.batches} batches")
-    assert found.provenance.batches % 4 == 0
+    assert found.provenance.batches % 3 == 0
     assert found.provenance.batches < 40
     assert found.relative_error <= 0.2
     with pytest.warns(nm.ToleranceNotReachedWarning, match="not reached"):
         case.estimate(0.5, data=many, rtol=1e-4)
-    assert case.estimate(7.0, data=many, rtol=1e-4).provenance.batches == 4  # exact after the first window
+    assert case.estimate(7.0, data=many, rtol=1e-4).provenance.batches == 3  # exact after the first window
 
 
 # --------------------------------------------------------------------------------------------------- odd data
@@ -451,9 +449,9 @@ def test_sizes_of_batches(cost: float) -> None:
     """Empty ones and single samples among them, also first; logits of several widths."""
     case = CASES["ten classes, confident"]
     x = torch.cat([item[0] for item in case.data])
-    for sizes in ([0, 5, 1, 32], [1] * 38, [38], [1, 0, 37]):
+    for sizes in ([0, 5, 1, 20], [1] * 26, [26], [1, 0, 25]):
         found = case.estimate(cost, data=list(x.split(sizes)))
-        assert (found.count, found.provenance.batches) == (38, len(sizes))
+        assert (found.count, found.provenance.batches) == (26, len(sizes))
     words = CASES["dicts of several lengths, with a mask"].model
     spans = Case(Net(lambda m, ids: 9 * m.words.table(ids).sum(-1), words=words), [])
     lengths = [(torch.arange(8 * t) % 11).view(8, t) for t in (2, 5, 3)]
@@ -484,7 +482,7 @@ def test_counts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tokens", 0.5),
         ("regression", 0.5),
     ):
-        case, seeds = CASES[name], 10
+        case, seeds = CASES[name], 5
         samples = sum(len(item[1]) for item in case.data)
         spent.clear()
         runs = [case.estimate(cost, seed) for seed in range(seeds)]
