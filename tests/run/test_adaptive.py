@@ -233,7 +233,7 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
     """Where it decides by outputs alone, the same probe passes."""
     case = CASES["ten classes, near-uniform"]
     monkeypatch.setattr(windows, "several", lambda _: Peeking())
-    assert z_score(case, 0.95, 14) > allowed(14)
+    assert z_score(case, 0.95, 24) > allowed(24)
     monkeypatch.setattr(windows, "several", lambda _: nm.Hutchinson(deflate=0))
     assert z_score(case, 0.95, 14) < allowed(14)
 
