@@ -226,7 +226,7 @@ def all_directions(d: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "c", [2, 3, 4, 5, 6, 7, 8, 9, 10, *(pytest.param(c, marks=pytest.mark.slow) for c in (11, 12))]
+    "c", [2, 3, 4, 5, 6, 7, 8, 9, *(pytest.param(c, marks=pytest.mark.slow) for c in (10, 11, 12))]
 )
 def test_predicted_noise_along_eigenvectors(c: int) -> None:
     """Half the exact variance, averaged over directions, for columns √λ_i v_i: without own passes, and with any."""
@@ -370,7 +370,7 @@ def test_full_groups_leave_estimates_unbiased(name: str) -> None:
     keep, size = GROUPS[name][0].double(), GROUPS[name][1]
     zs = {}
     for method in (in_full_groups, in_full_groups_or_none):
-        weights, numbers, full = torch.zeros(1500, len(keep)).double(), [], 0
+        weights, numbers, full = torch.zeros(600, len(keep)).double(), [], 0
         for seed in range(len(weights)):
             generator = torch.Generator().manual_seed(seed)
             pi = method(keep, size, generator)

@@ -116,6 +116,8 @@ class AdaptiveSteps:
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
             own = kept[torch.isin(owner[kept], torch.tensor(numbers))]
+            if not len(own):
+                continue
             order = (allocation.passes[own] + allocation.keep[own]).argsort(descending=True, stable=True)
             for group in torch.split(own[order], max(1, *(window[b].samples for b in numbers))):
                 self._run_group(group.sort().values, scores, allocation, window)
