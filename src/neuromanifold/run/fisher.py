@@ -104,7 +104,8 @@ def diagonal_of(
     problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
-    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=settings.estimator.noise_factor > 0)
+    random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
+    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=random, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),

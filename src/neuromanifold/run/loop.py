@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Literal
 
@@ -62,11 +63,13 @@ def run(
     step = Step(problem, settings, sums)
     captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
     one_by_one = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
-    process = (
-        AdaptiveSteps(step, counts)
-        if isinstance(settings.estimator, Adaptive)
-        else lambda batches: map(one_by_one, batches)
-    )
+
+    def one(batch: Batch) -> Outputs:
+        outputs = one_by_one(batch).detached()  # without its activations
+        sums.synchronize()
+        return outputs
+
+    process = AdaptiveSteps(step, counts) if isinstance(settings.estimator, Adaptive) else partial(map, one)
     saved = _resumed(step, counts, options)
     interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
     reporter = Reporter(options.progress) if callable(options.progress) else None
@@ -81,7 +84,6 @@ def run(
     def examine(batch: Batch, outputs: Outputs) -> None:
         """Count a batch, and warn of what looks wrong: in the first one, and when parameters turn out to be slow."""
         nonlocal left
-        sums.synchronize()
         if not counts.batches or step.method.left_to_autograd > left:
             problem.inspect(batch, outputs)
         left = step.method.left_to_autograd
@@ -112,7 +114,7 @@ def run(
                             saved.begin_batch(item)
                         batches.append(problem.read(item, n))
                     for batch, outputs in zip(batches, process(batches), strict=True):
-                        examine(batch, outputs.detached())  # without its activations
+                        examine(batch, outputs)
                     counts.next, counts.methods = number + 1, step.method.methods()
                     if reporter:
                         reporter.batch_done(lambda: counts.progress(relative_error(counts)))

@@ -81,6 +81,7 @@ class AdaptiveSteps:
         for batch in batches:
             outputs = outputs if batch is first else self._step.forward(batch)
             self._step.complete(batch, outputs, self._estimator.alike(batch.number))
+            self._step.sums.synchronize()
             yield outputs.detached()
 
     def _regroups(self, batches: list[Batch], outputs: Outputs) -> bool | None:
@@ -180,6 +181,7 @@ class AdaptiveSteps:
         mean = float((keep * weights).sum() / weights.sum()) if float(weights.sum()) else 1.0
         self._step.backward(outputs, several(passes), keep, mean)
         self._step.end_batch(batch)
+        self._step.sums.synchronize()
         return outputs.detached()
 
     def _budget(self, window: list[_Scored]) -> float:

@@ -48,10 +48,11 @@ class DiagonalSums:
     each parameter's first gradient; `noise` takes the unit out again.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool) -> None:
+    def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool, alike: bool = True) -> None:
+        """`alike`: batches have about the same noise, so that the fourth powers of some of them are enough."""
         count = len(parameters)
         self._parameters = parameters
-        self._keeps = fourth_powers
+        self._keeps, self._alike = fourth_powers, alike
         self._squares: list[Tensor | None] = [None] * count  # allocated when first needed, as .grad is
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
@@ -143,7 +144,7 @@ class DiagonalSums:
         self._batches += 1
         self._samples += self._of_batch
         group, place = divmod(self._batches, _ONE_IN)
-        self._takes = self._samples < _ALL_OF or place == _chosen(group)
+        self._takes = not self._alike or self._samples < _ALL_OF or place == _chosen(group)
 
     @property
     def variant(self) -> tuple[object, ...]:
