@@ -108,11 +108,11 @@ def test_it_is_the_variance_of_the_estimator(m: int) -> None:
 def test_what_would_be_biased_is_refused() -> None:
     core, jacobian, ones = nm.Categorical(normal(2, 3)), normal(2, 3, 2), torch.ones(2, dtype=torch.long)
     for keep in ([0.0, 1.0], [1.5, 1.0], [-0.1, 1.0], [math.nan, 1.0]):
-        with pytest.raises(ValueError, match="keep.*biased"):
+        with pytest.raises(ValueError, match=r"keep.*biased"):
             bounds.adaptive_variance(core, jacobian, torch.tensor(keep), ones)
     with pytest.raises(ValueError, match="passes"):
         bounds.adaptive_variance(core, jacobian, torch.ones(2), ones[:1])
-    with pytest.raises(ValueError, match="keep.*shape"):
+    with pytest.raises(ValueError, match=r"keep.*shape"):
         bounds.adaptive_variance(core, jacobian, torch.ones(3), ones)
     with pytest.raises(ValueError, match="probes"):
         bounds.adaptive_variance(core, jacobian, torch.ones(2), 0 * ones)

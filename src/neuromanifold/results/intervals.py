@@ -26,7 +26,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import finite_number, message
 
-_SMALLEST, _LARGEST, _POINTS = 1e-2, 1e9, 1025  # degrees of freedom of the table
+_SMALLEST, _LARGEST, _POINTS = 1e-2, 1e15, 2049  # degrees of freedom of the table
 _EXACT = 1e3  # degrees of freedom up to which quantiles are found by bisection; then Wilson's and Hilferty's
 
 
