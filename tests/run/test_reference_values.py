@@ -4,7 +4,9 @@
 diagonal and of its standard errors, and how many parameters were done by which method.
 
 Four of them are younger, all of `Hutchinson(2) | auto` (CNN with BatchNorm, depthwise conv, tied embeddings, nested
-dict inputs): where the leading eigenvector has one of two passes, the other has independent signs along all axes.
+dict inputs): where the leading eigenvector has one of two passes, the other has independent signs along all axes.  Of
+the first and the third, error bars are younger still: the pass without noise was counted among those whose fourth
+powers had not been taken, which made some of them √2 too large.
 """
 
 import json

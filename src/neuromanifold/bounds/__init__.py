@@ -5,6 +5,7 @@ from neuromanifold.bounds.result import Diagonals, NetworkBounds
 from neuromanifold.bounds.sample_size import batches_needed, expected_confidence, expected_rtol
 from neuromanifold.bounds.variance import (
     CV_BOUND,
+    adaptive_variance,
     cantelli,
     deflated_variance,
     hutchinson_variance,
@@ -22,6 +23,7 @@ __all__ = [
     "Diagonals",
     "NetworkBounds",
     "Terms",
+    "adaptive_variance",
     "batches_needed",
     "cantelli",
     "deflated_variance",

@@ -65,8 +65,8 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
 
         Those of a scaled χ² (`results.intervals`), which holds where only a few samples contribute to an entry, too;
-        F̂ ± 2 stderr does not.  Where samples were left out (`passes`) and none of the others contributes, nothing is
-        known: the upper end is infinite.
+        F̂ ± 2 stderr does not.  Where samples were left out (`passes`), they may contribute to entries in which nothing
+        seems to be random: the upper end is then that of one sample, and infinite where the estimate is zero.
         """
         level = check_level(level)
         return _Intervals(self, level, 0), _Intervals(self, level, 1)
@@ -234,9 +234,11 @@ class _Intervals(_PerParameter):
     def __getitem__(self, name: str) -> Tensor:
         result = self._result
         name = result.provenance.find(name, result.sums)
-        found = interval(result.sums[name], result.noise[name], self._level)[self._end]
+        sums, noise = result.sums[name], result.noise[name]
+        found = interval(sums, noise, self._level)[self._end]
         if self._end and result.provenance.left_out:
-            found = torch.where(result.sums[name] == 0, math.inf, found)
+            of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
+            found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
         return found / result._divisor
 
     @property

@@ -1,12 +1,18 @@
 """Confidence intervals for single entries, which may have only a few contributing samples.
 
 An estimate is a sum of squares of nearly normal numbers, so it is taken for F times a χ²_ν/ν with as much relative
-variance, 2/ν = Var(F̂)/F².  What is known is v with E[v] >= Var(F̂), and F̂² - v stands for F²:
+variance, 2/ν = Var(F̂)/F².  What is known is v with E[v] >= Var(F̂), and F̂² - v stands for F², so that 2(F̂² - v)/v
+stands for ν.  With r = (2/3) F̂²/v, which is (Σg²)²/Σg⁴ for random probes, this is 3r - 2.  It is uncertain itself, by
+about √r, and too many degrees of freedom cost coverage where too few cost some width.  So a little less is taken,
 
-    ν = 2 (F̂² - v)/v,        [ν F̂/χ²_{ν, 1-α/2}, ν F̂/χ²_{ν, α/2}].
+    ν = 3r - 2 max(1, √r),        [ν F̂/χ²_{ν, 1-α/2}, ν F̂/χ²_{ν, α/2}].
 
-A single sample with a single random probe has v = (2/3) F̂², hence ν = 1, and an interval that holds for the square of a
-normal number, where F̂ ± 2 standard errors would cover F in 54 of 100 cases.
+A single sample with a single random probe has r = 1, hence ν = 1, and an interval that holds for the square of a normal
+number, where F̂ ± 2 standard errors would cover F in 54 of 100 cases.
+
+A single sample that was kept with probability π, and has the weight 1/π, has v = (1 - π/3) F̂², hence r < 1.  Its upper
+end has less than one degree of freedom, since others may have been left out.  If there are none, F is π times what it
+would be for π = 1, so the lower end is that of ν = 1 times π = 3 - 2/r.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import finite_number, message
 
-_SMALLEST, _LARGEST, _POINTS = 1e-2, 1e9, 1025  # degrees of freedom of the table
+_SMALLEST, _LARGEST, _POINTS = 1e-2, 1e15, 2049  # degrees of freedom of the table
 _EXACT = 1e3  # degrees of freedom up to which quantiles are found by bisection; then Wilson's and Hilferty's
 
 
@@ -34,17 +40,22 @@ def check_level(level: float) -> float:
 
 def interval(values: Tensor, stderr: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Lower and upper ends for estimates with these standard errors; where there is no noise both are the estimate."""
-    squares = (values.double() / stderr.double()).square().nan_to_num(1.0, math.inf)  # inf: nothing is random
-    nu = (2 * squares - 2).clamp(_SMALLEST, _LARGEST).log()
-    grid, *tables = _factors(level)
-    place = (nu - grid[0]) / (grid[1] - grid[0])
-    left = place.floor().clamp(0, len(grid) - 2).long()
-    share = place - left
-    ends = (
-        values.double() * (t[left] + share * (t[left + 1] - t[left])).exp() for t in (t.to(nu.device) for t in tables)
-    )
-    lower, upper = (torch.where(stderr > 0, end.to(values.dtype), values) for end in ends)
+    r = (values.double() / stderr.double()).square().nan_to_num(1.5, math.inf) * (2 / 3)  # inf: nothing is random
+    nu = (3 * r - 2 * r.sqrt().clamp(min=1)).nan_to_num(math.inf).clamp(_SMALLEST, _LARGEST)
+    kept = (3 - 2 / r).clamp(0, 1)  # 1 wherever ν >= 1
+    below, above = (_factor(level, end, one) for end, one in enumerate((nu.clamp(min=1), nu)))
+    ends = (values.double() * factor for factor in (kept * below, above))
+    lower, upper = (torch.where((stderr > 0) & (values > 0), end.to(values.dtype), values) for end in ends)
     return lower, upper
+
+
+def _factor(level: float, end: int, nu: Tensor) -> Tensor:
+    """ν/χ² for the lower (0) or the upper end (1), by interpolation between logarithms."""
+    grid, *tables = (table.to(nu.device) for table in _factors(level))
+    place = (nu.log() - grid[0]) / (grid[1] - grid[0])
+    left = place.floor().clamp(0, len(grid) - 2).long()
+    table, share = tables[end], place - left
+    return (table[left] + share * (table[left + 1] - table[left])).exp()
 
 
 @functools.lru_cache(maxsize=8)

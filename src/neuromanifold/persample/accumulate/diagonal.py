@@ -105,10 +105,11 @@ class DiagonalSums:
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
             return
         squares = self._square(i)
-        self._seen[i] += form.samples
         self._of_batch = form.samples
+        random = self._keeps and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
+        self._seen[i] += form.samples if random else 0
         takes = self._takes or not form.thins or not self._taken[i]
-        if not (takes and self._keeps and made_by.sample_noise):
+        if not (takes and random):
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
         self._taken[i] += form.samples
@@ -242,6 +243,9 @@ class DiagonalSums:
     def noise(self, *, last: bool = False) -> list[Tensor]:
         """Return √(Σ c g⁴), the standard error of each Σ g²; where nothing was random, a single zero, expanded.
 
+        An entry may have no fourth power at all, because only batches contribute to it whose fourth powers were not
+        taken.  Then it gets the standard error √(2/3) Σ g² that it would have if Σ g² were a single square.
+
         `last`: these sums are not used any more, so their memory may be overwritten.
         """
         small, found = self._small.fourths(), []
@@ -253,7 +257,11 @@ class DiagonalSums:
                 found.append(total.sqrt().to(zeros.dtype))
             elif fourth is not None:
                 root = fourth.sqrt_() if last else fourth.sqrt()
-                found.append(root.mul_(math.sqrt(stands_for) * unit**2))
+                root.mul_(math.sqrt(stands_for) * unit**2)
+                square = self._squares[i]
+                if stands_for > 1 and square is not None and bool(root.any()):
+                    root.add_((root == 0) * square, alpha=math.sqrt(2 / 3))
+                found.append(root)
             else:
                 found.append(zeros.expand(parameter.shape))
         return found
