@@ -1,4 +1,5 @@
 import os
+import signal
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels run on the CPU
 
@@ -14,3 +15,5 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 torch.set_num_threads(1)  # tensors are small; threads would only wait for each other on a busy machine
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a job in the background, where Ctrl-C is nobody's
+    signal.signal(signal.SIGINT, signal.default_int_handler)
