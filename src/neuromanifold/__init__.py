@@ -35,8 +35,8 @@ from neuromanifold.results import Comparison, DiagonalFisher, FileError, Provena
 from neuromanifold.results.drawing import draw_with as _draw_with
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal, fisher_trace
-from neuromanifold.run.granularity import SlowPathWarning
 from neuromanifold.run.graphs import NotCapturedWarning
+from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core.sums import divide
-from neuromanifold.estimators.envelopes import factor_size
 from neuromanifold.estimators.orthogonal import random_signs, remainder
 from tests.estimators.probes import CORES, NOISES, drawn, normal, outer, target
 
@@ -24,7 +23,7 @@ from tests.estimators.probes import CORES, NOISES, drawn, normal, outer, target
 @pytest.mark.parametrize("name", CORES)
 def test_exact_from_the_rank_on(name: str, part: Any, noise: Any) -> None:
     core = CORES[name]
-    rank = factor_size(core, part)
+    rank = core.rank if part is None else part.size(core)
     for probes in {max(2, rank), rank + 1, 1000}:
         for deflate in (0, 1, 5) if part is None else (0,):
             estimator = nm.Hutchinson(probes, deflate=deflate, noise=noise, envelope=part)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import neuromanifold as nm
 from neuromanifold.problem.batches import Batch, cut, map_tensors, read_batch, tensors_in
 from neuromanifold.problem.cotangents import cotangents
-from neuromanifold.problem.parameters import plain_name, select_parameters
+from neuromanifold.problem.model import plain_name, select_parameters
 from neuromanifold.problem.problem import Problem
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

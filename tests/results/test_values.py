@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import neuromanifold as nm
-from neuromanifold.problem.parameters import plain_name
+from neuromanifold.problem.model import plain_name
 from tests.run.test_contract import MODEL, X, batches, network
 
 RESULT = nm.fisher_diagonal(MODEL, batches(16), seed=1)

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from neuromanifold.bounds.network import Terms
 from neuromanifold.bounds.norms import Norm
-from neuromanifold.core.checks import integer_in_range
+from neuromanifold.core.checks import Reduction, check_reduction, integer_in_range
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.results.files import reads, save_tensors
 from neuromanifold.results.table import text_table
-from neuromanifold.results.trace import Reduction, check_reduction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,18 +25,17 @@ from neuromanifold.bounds.network import Terms, network_terms
 from neuromanifold.bounds.result import Actual, Cost, Diagonals, NetworkBounds
 from neuromanifold.bounds.splitting import split
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message, one_of
+from neuromanifold.core.checks import check_reduction, integer_in_range, message, one_of
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import cotangents
+from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.results.trace import check_reduction
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.methods import PerSample

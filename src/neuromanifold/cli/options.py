@@ -19,7 +19,7 @@ from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_
 from neuromanifold.hf.columns import USUAL
 from neuromanifold.hf.functions import is_function_name
 from neuromanifold.hf.models import DTYPES
-from neuromanifold.problem.parameters import select_parameters
+from neuromanifold.problem.model import select_parameters
 
 _SIZE = "32"  # rows in a batch, by default
 

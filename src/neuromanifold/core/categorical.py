@@ -14,8 +14,7 @@ from neuromanifold.core.eigenvalue_bounds import EigenvalueBounds, EigenvalueBou
 from neuromanifold.core.empirical import EmpiricalError, ScoreVariance
 from neuromanifold.core.envelopes import EnvelopeErrors
 from neuromanifold.core.spectrum import Spectrum
-from neuromanifold.core.sums import square_root, sum_of_others
-from neuromanifold.core.ties import is_differentiated
+from neuromanifold.core.sums import is_differentiated, square_root, sum_of_others
 
 
 class Categorical(Core):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import operator
 from numbers import Real
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Reduction = Literal["mean", "sum"]
+"""How a result is shown: per sample, or summed over samples."""
 
 
 def message(argument: str, expected: str, got: str, advice: str = "") -> str:
@@ -92,6 +94,13 @@ def one_of(value: T, argument: str, *choices: object) -> T:
         *others, last = map(repr, choices)
         raise ValueError(message(argument, f"{', '.join(others)} or {last}", repr(value)))
     return value
+
+
+def check_reduction(reduction: str) -> Reduction:
+    """The reduction, if it is "mean" (per sample) or "sum" (over samples)."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
+    return "mean" if reduction == "mean" else "sum"
 
 
 def random_seed(value: object) -> int:

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.spectrum import blocks, find_roots
-from neuromanifold.core.sums import euclidean_norm, norm_of_others, square_root, sum_of_others
-from neuromanifold.core.ties import average_derivatives_over_ties, is_differentiated
+from neuromanifold.core.sums import (
+    average_derivatives_over_ties,
+    euclidean_norm,
+    is_differentiated,
+    norm_of_others,
+    square_root,
+    sum_of_others,
+)
 
 
 class EnvelopeErrors(NamedTuple):

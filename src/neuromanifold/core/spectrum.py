@@ -31,8 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.core.sums import square_root
-from neuromanifold.core.ties import average_derivatives_over_ties, is_differentiated
+from neuromanifold.core.sums import average_derivatives_over_ties, is_differentiated, square_root
 
 # How many elements of [n, k, c] are worked on at once: on a CPU what its cache holds, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}

@@ -28,13 +28,13 @@ from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, e
 from neuromanifold.diagnostics.runs import Runs, expected_warnings_ignored, short_name, timed
 from neuromanifold.estimators import Estimator, Exact, Hutchinson
 from neuromanifold.problem.batches import sample_dim, tensors_in
-from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.fisher import diagonal_of
-from neuromanifold.run.granularity import choose_granularity
 from neuromanifold.run.loop import LoopOptions
+from neuromanifold.run.methods import choose_granularity
 from neuromanifold.run.step import Settings
 
 PASSES = 1000  # the exact diagonal may take so many backward passes
@@ -208,7 +208,7 @@ def _run_all(
     """
     backward, refused = list[float](), dict[str, list[str]]()
     jobs = [(one, number) for number in range(ROUNDS) for one in (reference, None, *estimators)]
-    for one, number in tracked(jobs, progress, "Check"):
+    for one, number in tracked(jobs, "Check") if progress else jobs:
         if one is None:
             backward.append(backward_seconds(problem))
         elif not number or _runs_again(one, reference):

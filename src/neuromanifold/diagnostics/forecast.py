@@ -26,15 +26,15 @@ from neuromanifold.diagnostics.memory import PeakMemory
 from neuromanifold.diagnostics.runs import expected_warnings_ignored
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.problem.batches import model_device, tensors_in
-from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
 from neuromanifold.run.fisher import diagonal_of
-from neuromanifold.run.granularity import Granularity
 from neuromanifold.run.loop import CudaGraphs, LoopOptions
+from neuromanifold.run.methods import Granularity
 from neuromanifold.run.step import Settings
 
 _LONG = 20.0  # seconds after which no further batch is run

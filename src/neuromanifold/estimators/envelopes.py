@@ -70,11 +70,6 @@ class Lower:
 Envelope = Upper | Lower
 
 
-def factor_size(core: Core, envelope: Envelope | None) -> int:
-    """Return the number of columns that a factor of M (None) or of an envelope needs."""
-    return core.rank if envelope is None else envelope.size(core)
-
-
 def factor_columns(core: Core, envelope: Envelope | None) -> Iterator[Tensor]:
     """Yield the columns [..., C] of a factor of M (None) or of an envelope; those of M are computed in blocks."""
     if envelope is not None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from neuromanifold.core import Core
 from neuromanifold.estimators.base import Estimator
-from neuromanifold.estimators.envelopes import Envelope, check_envelope, factor_columns, factor_size
+from neuromanifold.estimators.envelopes import Envelope, check_envelope, factor_columns
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Exact(Estimator):
 
     @override
     def passes(self, core: Core) -> int:
-        return factor_size(core, self.envelope)
+        return core.rank if self.envelope is None else self.envelope.size(core)
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """Return the columns of the factor, one for each pass."""

@@ -21,7 +21,6 @@ from neuromanifold.estimators.envelopes import (
     check_envelope,
     factor_columns,
     factor_mixer,
-    factor_size,
 )
 from neuromanifold.estimators.orthogonal import (
     all_the_rest,
@@ -79,7 +78,8 @@ class Hutchinson(Estimator):
     noise_factor: ClassVar[float] = 2 / 3  # E[g⁴] = 3F² - 2κ and Var(g²) = 2F² - 2κ <= (2/3) E[g⁴], κ >= 0
 
     def __post_init__(self) -> None:
-        check_envelope(self.envelope)
+        if self.envelope is not None:
+            check_envelope(self.envelope)
         if self.deflate is None:
             object.__setattr__(self, "deflate", 1 if self.envelope is None else 0)
         number_of_passes(self.probes, "probes")
@@ -98,7 +98,7 @@ class Hutchinson(Estimator):
 
     def passes(self, core: Core) -> int:
         """One for each probe; orthogonal ones are exact once there are as many as the factor has columns."""
-        return min(self.probes, factor_size(core, self.envelope)) if self._together else self.probes
+        return min(self.probes, self._columns(core)) if self._together else self.probes
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """Yield S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
@@ -151,10 +151,10 @@ class Hutchinson(Estimator):
             return [self.noise_factor] * passes
         if not self._together:
             return [0.0 if self._only_a_sign(core) else self.noise_factor] * passes
-        if self.probes >= factor_size(core, self.envelope):
+        if self.probes >= self._columns(core):
             return [0.0] * passes
         own = own_passes(core, self._eigenpairs, passes)
-        m, d = passes - own, factor_size(core, self.envelope) - own
+        m, d = passes - own, self._columns(core) - own
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
         return [0.0] * own + [self.noise_factor * left] * m
 
@@ -189,14 +189,18 @@ class Hutchinson(Estimator):
         """Whether the probes of a distribution depend on each other."""
         return self.orthogonal and self.probes > 1
 
+    def _columns(self, core: Core) -> int:
+        """How many columns a factor of M, or of the envelope, needs."""
+        return core.rank if self.envelope is None else self.envelope.size(core)
+
     def _only_a_sign(self, core: Core) -> bool:
         """Whether one independent probe is ± a fixed vector.  (Several eigenvectors in one pass have cross terms.)"""
         one_column = self._eigenpairs > 0 or core.dim == 1 or self.envelope is not None
-        return self.noise == "rademacher" and factor_size(core, self.envelope) == 1 and one_column
+        return self.noise == "rademacher" and self._columns(core) == 1 and one_column
 
     def _orthogonal(self, core: Core, generator: torch.Generator) -> Iterator[Tensor]:
         """The columns, or some eigenvectors √λ_i v_i and then √(d/m) S B h_j; each still without its random sign."""
-        if self.probes >= factor_size(core, self.envelope):
+        if self.probes >= self._columns(core):
             yield from factor_columns(core, self.envelope)
             return
         m = self.probes

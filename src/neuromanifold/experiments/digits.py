@@ -47,7 +47,7 @@ def train_digits(samples: int = TRAINING, seed: int = 0, epochs: int = 12, progr
     images, labels = images[order], labels[order]
     model = digits_network(seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in tracked(range(epochs), progress, "Training"):
+    for _ in tracked(range(epochs), "Training") if progress else range(epochs):
         order = torch.randperm(TRAINING, generator=generator)
         for batch in (order[i : i + BATCH] for i in range(0, TRAINING, BATCH)):
             optimiser.zero_grad()

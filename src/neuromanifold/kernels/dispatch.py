@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
-from neuromanifold.core.ties import is_differentiated
+from neuromanifold.core.sums import is_differentiated
 from neuromanifold.kernels.c import probe, square
 from neuromanifold.kernels.values import Accumulators, Deflated, Probe, Windows
 

@@ -23,8 +23,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuromanifold.core.checks import message, promoted
-from neuromanifold.persample.backward import BatchBackward
-from neuromanifold.persample.scaling import involves_half, largest_scale
+from neuromanifold.persample.backward import BatchBackward, involves_half, largest_scale
 from neuromanifold.problem.outputs import Outputs
 
 METHODS = ("forward mode", "forward mode, unfused kernels", "double backward", "double backward, unfused kernels")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import finite_number, integer_in_range, message, one_of
+from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of
 from neuromanifold.estimators import Estimator, Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.operators.krylov import Eigenpairs, times
@@ -22,12 +22,12 @@ from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.persample.accumulate import GradientRows
-from neuromanifold.problem.parameters import Selection
+from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
-from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
+from neuromanifold.results.trace import TraceEstimate
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import LoopOptions, run
 from neuromanifold.run.step import Settings

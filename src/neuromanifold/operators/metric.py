@@ -20,14 +20,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.core.checks import finite_number, integer_in_range, message, promoted, random_seed
+from neuromanifold.core.checks import (
+    Reduction,
+    check_reduction,
+    finite_number,
+    integer_in_range,
+    message,
+    promoted,
+    random_seed,
+)
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
 from neuromanifold.operators.layout import ParameterLayout, V, Vector
 from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
 from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
-from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
+from neuromanifold.results.trace import TraceEstimate
 
 
 class NotConvergedWarning(UserWarning):

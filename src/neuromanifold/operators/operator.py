@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import Reduction, check_reduction, message
 from neuromanifold.estimators import Estimator, Lower, Upper
 from neuromanifold.estimators.envelopes import Envelope, check_envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.parameters import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.unchanged import model_states
 from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
-from neuromanifold.results.trace import Reduction, check_reduction
 
 Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
 """From the core over rows [R, C], their labels ([R] classes, or [R, C] targets, or None) and v [R, C] to M v [R, C]."""

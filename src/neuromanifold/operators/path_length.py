@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from neuromanifold.core.checks import message, one_of
 from neuromanifold.operators.operator import fisher_operator
-from neuromanifold.problem.parameters import select_parameters
+from neuromanifold.problem.model import select_parameters
 
 Rule = Literal["midpoint", "trapezoid"]
 Point = nn.Module | Mapping[str, Tensor]

@@ -1,13 +1,17 @@
 """Backward passes: one that gives per-sample gradients, which executes a plan and decides nothing, and an ordinary one.
 
+Where float16 is involved, cotangents are scaled.
+
 autograd ─► gradients at captured calls and at broadcast sites ─► forms (rules) ─► accumulator
          ─► gradients of the remaining parameters, summed over the batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +22,6 @@ from neuromanifold.persample.gradients import Form, add
 from neuromanifold.persample.graph import BroadcastSite, Layout
 from neuromanifold.persample.hooks import Capture, Hooks
 from neuromanifold.persample.plan import Plan, Use, Uses
-from neuromanifold.persample.scaling import HalfPrecisionScale
 
 
 class VerificationObserver(Protocol):
@@ -33,6 +36,8 @@ class VerificationObserver(Protocol):
 
 # How many numbers the gradients of all captured outputs may have together, for several cotangents in one pass.
 _CPU_AT_ONCE, _GPU_AT_ONCE = 2**22, 2**27
+_LARGEST, _LEAST_EXPONENT = 2.0**15, -24  # in float16, with some room; where the scale is given up
+T = TypeVar("T")
 
 
 class PerSampleBackward:
@@ -196,6 +201,57 @@ class PerSampleBackward:
         waiting, self._waiting = self._waiting, {}
         for i, forms in waiting.items():
             to.add_samples(i, add(forms), made_by)
+
+
+@dataclass
+class HalfPrecisionScale:
+    """The power of two by which cotangents are multiplied: as large as no gradient overflows.
+
+    In float16, gradients below 6e-8 would vanish, and those above 65,504 overflow.  The caller divides gradients by the
+    scale in float32.  It is kept from pass to pass.
+    """
+
+    half: bool  # float16 is involved somewhere, even if the logits do not have it
+    exponent: int | None = None
+
+    def fit(self, logits: Tensor, cotangent: Tensor, attempt: Callable[[Tensor, bool], T | None]) -> tuple[T, float]:
+        """Return what `attempt` makes of the scaled cotangent, and the scale.
+
+        `attempt(scaled, checked)` returns None if gradients overflow, and must look for that if `checked`.
+        """
+        largest = largest_scale(cotangent) if self.is_needed(logits) else None
+        scale = 1.0
+        if largest is not None:
+            if self.exponent is None:
+                self.exponent = round(math.log2(largest))
+            while True:
+                scale = min(2.0**self.exponent, largest)
+                found = attempt(cotangent * scale, True)
+                if found is not None:
+                    return found, scale
+                if self.exponent < _LEAST_EXPONENT:
+                    break  # not an overflow: the gradient itself is not a number, and the result shows it
+                self.exponent -= 4
+        found = attempt(cotangent if scale == 1.0 else cotangent * scale, False)
+        assert found is not None
+        return found, scale
+
+    def is_needed(self, logits: Tensor) -> bool:
+        """Return whether float16 is involved in these logits."""
+        return self.half or logits.dtype == torch.float16
+
+
+def largest_scale(cotangent: Tensor) -> float | None:
+    """Return the largest power of two by which a cotangent may be multiplied in float16; None if it is zero."""
+    largest = float(cotangent.abs().amax()) if cotangent.numel() else 0.0
+    return 2.0 ** math.floor(math.log2(_LARGEST / largest)) if largest else None
+
+
+def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:
+    """Return whether float16 is used: by a parameter, or by autocast."""
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    return autocast or any(parameter.dtype == torch.float16 for parameter in parameters)
 
 
 class BatchBackward:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.utils import parametrize
 
-from neuromanifold.persample.rules import Place, Rule, find_any_rule, places
+from neuromanifold.persample.rules import Place, Rule, find_rule, parametrized_places, parametrized_rule
 
 Consume = Callable[["Capture", Tensor], None]
 """Takes a captured call and the gradient of its output, during a backward pass."""
@@ -210,13 +210,20 @@ class Hooks:
 
 def _hooked(number: int, module: nn.Module, numbers: dict[int, int]) -> HookedModule | None:
     """Return a module with those of its parameters that are asked for, if a rule knows it."""
-    own = {name: (place, place.held[place.key]) for name, place in places(module).items()}
-    chosen = {name: numbers[id(parameter)] for name, (_, parameter) in own.items() if id(parameter) in numbers}
-    rule = find_any_rule(module) if chosen else None
+    parametrized = parametrize.is_parametrized(module)
+    if not (module._parameters or parametrized) or isinstance(module, torch.jit.ScriptModule):
+        return None  # of a scripted one, parameters cannot be taken out, nor has it hooks
+    places = {name: Place(module._parameters, name) for name in module._parameters}
+    if parametrized:
+        places |= parametrized_places(module)
+    chosen, originals = {}, {}
+    for name, (held, key) in places.items():
+        if id(held[key]) in numbers:
+            chosen[name], originals[name] = numbers[id(held[key])], held[key]
+    rule = (parametrized_rule if parametrized else find_rule)(module) if chosen else None
     if rule is None:
         return None
-    originals, there = {name: own[name][1] for name in chosen}, {name: own[name][0] for name in chosen}
-    return HookedModule(number, module, rule, chosen, originals, there, _first_argument(type(module).forward))
+    return HookedModule(number, module, rule, chosen, originals, places, _first_argument(type(module).forward))
 
 
 def _put_back(owner: HookedModule) -> list[str]:

@@ -26,9 +26,16 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch, tensors_in
-from neuromanifold.problem.calls import as_module, call, forward_signature, only_argument, with_decoder_inputs
+from neuromanifold.problem.model import (
+    Selection,
+    as_module,
+    call,
+    forward_signature,
+    only_argument,
+    select_parameters,
+    with_decoder_inputs,
+)
 from neuromanifold.problem.outputs import Outputs, read_outputs
-from neuromanifold.problem.parameters import Selection, select_parameters
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.repeated import RepeatedBatches
 from neuromanifold.problem.unchanged import unchanged
@@ -119,7 +126,7 @@ class Problem:
 
     def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[tuple[int, object]]:
         """Number the items of the data as they come, perhaps with a progress bar; `read` makes batches of them."""
-        return enumerate(tracked(self.data, progress, description))
+        return enumerate(tracked(self.data, description) if progress else self.data)
 
     def read(self, item: object, number: int) -> Batch:
         """Make a batch on the model's device from an item of the data."""

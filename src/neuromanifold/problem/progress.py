@@ -41,11 +41,8 @@ class Reporter:
         self._due = end + max(_SECONDS, (end - start) / _SHARE)
 
 
-def tracked(data: Iterable[T], show: bool, what: str) -> Iterator[T]:
-    """Iterate over the data, and show how far it has come if asked to."""
-    if not show:
-        yield from data
-        return
+def tracked(data: Iterable[T], what: str) -> Iterator[T]:
+    """Iterate over the data, and show how far it has come."""
     total = None
     if isinstance(data, Sized):
         with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import Reduction, check_reduction, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.files import load, reads, save_tensors
@@ -22,7 +22,7 @@ from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 from neuromanifold.results.summary import HEADER, NOTE, summarize
 from neuromanifold.results.table import WIDTH, text_table
-from neuromanifold.results.trace import Reduction, TraceEstimate, check_reduction
+from neuromanifold.results.trace import TraceEstimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from neuromanifold.core.checks import message
-from neuromanifold.problem.parameters import plain_name
+from neuromanifold.problem.model import plain_name
 
 
 class UnknownParameterError(KeyError):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import Reduction, check_reduction
 from neuromanifold.results.files import reads, save_json
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
-
-Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,3 @@ def trace_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> TraceEs
     return TraceEstimate(
         total, noise, count, Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"])
     )
-
-
-def check_reduction(reduction: str) -> Reduction:
-    """The reduction, if it is "mean" (per sample) or "sum" (over samples)."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
-    return "mean" if reduction == "mean" else "sum"

@@ -11,22 +11,21 @@ from torch import nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import finite_number, integer_in_range, message
+from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.parameters import Selection, plain_name, tied_names
+from neuromanifold.problem.model import Selection, plain_name, tied_names
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
-from neuromanifold.results.trace import Reduction, check_reduction
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.granularity import Granularity
-from neuromanifold.run.interrupts import OnInterrupt, check_on_interrupt
+from neuromanifold.run.interrupts import OnInterrupt
 from neuromanifold.run.loop import CudaGraphs, LoopOptions, run
+from neuromanifold.run.methods import Granularity
 from neuromanifold.run.step import Settings
 
 _FINGERPRINTED = 1024  # numbers of each parameter
@@ -165,7 +164,7 @@ def _options(
     progress: bool | Observer,
     shard: tuple[int, int] | None,
     checkpoint: str | Path | Checkpoint | None,
-    on_interrupt: str,
+    on_interrupt: OnInterrupt,
     cuda_graphs: CudaGraphs = False,
 ) -> LoopOptions:
     if not isinstance(progress, bool) and not callable(progress):
@@ -174,7 +173,8 @@ def _options(
         raise ValueError(message("cuda_graphs", "True, False or 'auto'", repr(cuda_graphs)))
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
-    return LoopOptions(progress, _shard(shard), checkpoint, check_on_interrupt(on_interrupt), cuda_graphs)
+    one_of(on_interrupt, "on_interrupt", "raise", "return")
+    return LoopOptions(progress, _shard(shard), checkpoint, on_interrupt, cuda_graphs)
 
 
 def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
 
-from neuromanifold.core.checks import one_of
-
 OnInterrupt = Literal["raise", "return"]
 """What Ctrl-C does to a run: KeyboardInterrupt goes on, or the result of the batches done is given."""
 
@@ -54,8 +52,3 @@ class Interrupts:
         if self._asked or not self.spoiled:
             signal.default_int_handler(number, frame)
         self._asked = True
-
-
-def check_on_interrupt(value: str) -> OnInterrupt:
-    """Return the value, if it is 'raise' or 'return'."""
-    return "return" if one_of(value, "on_interrupt", "raise", "return") == "return" else "raise"

@@ -1,30 +1,52 @@
-"""Two methods for Σ_x (Jᵀu(x))²: squares of each sample's gradient, or of whole batches' gradients."""
+"""Two methods for Σ_x (Jᵀu(x))²: squares of each sample's gradient, or of whole batches' gradients; and the choice."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.estimators import Estimator, Exact
+from neuromanifold.core.checks import message, one_of
+from neuromanifold.estimators import Estimator, Exact, SquaredBatchGradient
 from neuromanifold.persample.accumulate import GradientSums, Pass
-from neuromanifold.persample.backward import BatchBackward, PerSampleBackward
+from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
 from neuromanifold.persample.engine import PerSampleGradients
-from neuromanifold.persample.scaling import HalfPrecisionScale, involves_half
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.unchanged import model_states
-from neuromanifold.run.forward import captured_forward
-from neuromanifold.run.granularity import Granularity, SlowPathWarning
+
+Granularity = Literal["auto", "batch", "sample"]
+
+
+class SlowPathWarning(UserWarning):
+    """The answer is right, but for some parameters it takes a backward pass for each sample."""
+
+
+def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
+    """Refuse what would not be a Fisher information, and `nm.SquaredBatchGradient` by anything but batches."""
+    if not isinstance(estimator, Estimator):
+        advice = "Make one, such as nm.Hutchinson()."
+        raise TypeError(message("estimator", "an estimator", repr(estimator), advice))
+    one_of(granularity, "granularity", "auto", "batch", "sample")
+    whole = isinstance(estimator, SquaredBatchGradient)
+    if granularity == "sample" and whole:
+        raise ValueError(message("granularity", "'auto' or 'batch' for SquaredBatchGradient", "'sample'"))
+    if granularity == "batch" and not (estimator.centred or whole):
+        advice = (
+            "The gradients of different samples do not cancel on average, so the square of their sum is not a Fisher "
+        )
+        advice += "information. Use granularity='sample', or nm.SquaredBatchGradient() if that is the number you want."
+        raise ValueError(message("granularity", f"'auto' or 'sample' for {estimator}", "'batch'", advice))
+    return "batch" if whole else granularity  # type: ignore[return-value]
 
 
 class Method(ABC):
@@ -263,6 +285,40 @@ class PerSample(Method):
             "slow. Leave them out with `parameters`, write a rule (nm.rule), or use an estimator with random probes."
         )
         warnings.warn(text, SlowPathWarning, stacklevel=callers_level())
+
+
+def captured_forward(
+    problem: Problem, batch: Batch, engine: PerSampleGradients, estimator: Estimator | None = None
+) -> tuple[Outputs, PerSampleBackward]:
+    """Run the model until it is clear which of its parameters can be done per sample.
+
+    All forward passes of a batch begin with the same random states, buffers and attributes, so that noise inside of a
+    model is no difference, and a model that carries a state from batch to batch does so once for each batch.
+    A model that fails with hooks, and not without, is left to autograd.
+    """
+    restore: Callable[[], bool] | None = model_states(problem.model) if engine.carries_state else None
+    reference = None
+    engine.release()
+    while True:
+        if engine.needs_reference and reference is None:
+            restore = restore or model_states(problem.model)
+            outputs = problem.evaluate(batch, estimator)
+            reference = engine.reference(outputs.logits)
+            del outputs
+            engine.carries_state |= restore()
+        try:
+            with engine.capturing():
+                outputs = problem.evaluate(batch, estimator)
+        except Exception:
+            if reference is None or len(engine.excluded) == len(engine.parameters):
+                raise
+            engine.exclude_all()
+        else:
+            backward = engine.plan(outputs.logits, reference)
+            if backward is not None:
+                return outputs, backward
+        if restore is not None:
+            restore()
 
 
 def make_method(problem: Problem, estimator: Estimator, granularity: Granularity) -> Method:

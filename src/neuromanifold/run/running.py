@@ -11,13 +11,12 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message, random_seed
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate.base import zero_sums
-from neuromanifold.persample.backward import BatchBackward
-from neuromanifold.persample.scaling import involves_half
+from neuromanifold.persample.backward import BatchBackward, involves_half
 from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.parameters import Selection, select_parameters
+from neuromanifold.problem.model import Selection, select_parameters
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.run.granularity import choose_granularity
+from neuromanifold.run.methods import choose_granularity
 
 
 class RunningFisher:

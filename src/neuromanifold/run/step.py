@@ -14,8 +14,7 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import batch_seed, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.run.granularity import Granularity, choose_granularity
-from neuromanifold.run.methods import make_method
+from neuromanifold.run.methods import Granularity, choose_granularity, make_method
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress
 from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granularity, parse_shard
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
-from neuromanifold.problem.parameters import select_parameters
+from neuromanifold.problem.model import select_parameters
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal

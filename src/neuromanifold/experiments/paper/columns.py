@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuromanifold import estimators as nm
-from neuromanifold.run.granularity import Granularity
+from neuromanifold.run.methods import Granularity
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from neuromanifold.experiments.paper.folder import TIMING_ROUNDS, Folder
 from neuromanifold.experiments.paper.sources import Prepared
 from neuromanifold.problem.batches import model_device
 from neuromanifold.run.fisher import fisher_diagonal
-from neuromanifold.run.granularity import SlowPathWarning
+from neuromanifold.run.methods import SlowPathWarning
 
 LEFT_OUT, TIMED = 1, 2  # batches at the beginning of a run, and those that count in each round
 _LEFT_OUT_ON_GPU, _TIMED_ON_GPU = 9, 4

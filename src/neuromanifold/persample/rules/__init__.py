@@ -1,8 +1,8 @@
 """Rules: from a layer's input and its output's gradient to per-sample gradients.  One file per family of layers."""
 
 from neuromanifold.persample.rules import convolution, embedding, linear, normalisation, scales
-from neuromanifold.persample.rules.parametrized import Place, find_any_rule, places
-from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule, find_rule, rule
+from neuromanifold.persample.rules.parametrized import parametrized_places, parametrized_rule
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, Place, Rule, find_rule, rule
 
 __all__ = [
     "Call",
@@ -11,11 +11,11 @@ __all__ = [
     "Rule",
     "convolution",
     "embedding",
-    "find_any_rule",
     "find_rule",
     "linear",
     "normalisation",
-    "places",
+    "parametrized_places",
+    "parametrized_rule",
     "rule",
     "scales",
 ]

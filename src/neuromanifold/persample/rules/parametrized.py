@@ -8,26 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 from typing_extensions import override
 
 from neuromanifold.persample.gradients import Form, root_mean_square
-from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule, find_rule
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, Place, Rule, find_rule
 
 _TIMES = 4  # evaluations of a weight, to see whether it is always the same
-
-
-class Place(NamedTuple):
-    """Where a module holds a parameter, so that another tensor can take its place during a call."""
-
-    held: dict[str, Any]  # the `_parameters` of a module
-    key: str
 
 
 @dataclass
@@ -61,26 +53,22 @@ class Mapped(Form):
         return self.inner.pieces()
 
 
-def places(module: nn.Module) -> dict[str, Place]:
-    """Return the parameters of a layer and of its parametrizations, by their names in it."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return {}  # its parameters cannot be taken out, nor has it hooks
-    found = {name: Place(module._parameters, name) for name, value in module._parameters.items() if value is not None}
-    for tensor, parts in _parametrizations(module).items():
-        for key in parts._parameters:
-            found[f"parametrizations.{tensor}.{key}"] = Place(parts._parameters, key)
-    return found
+def parametrized_places(module: nn.Module) -> dict[str, Place]:
+    """Return where the parameters of a layer's parametrizations are held, by their names in the layer."""
+    return {
+        f"parametrizations.{tensor}.{key}": Place(parts._parameters, key)
+        for tensor, parts in module.parametrizations.items()  # type: ignore[union-attr, operator]
+        for key in parts._parameters
+    }
 
 
-def find_any_rule(module: nn.Module) -> Rule | None:
-    """Return the rule of a layer, parametrized or not; None if it has none."""
-    parts = _parametrizations(module)
-    if not parts:
-        return find_rule(module)
+def parametrized_rule(module: nn.Module) -> Rule | None:
+    """Return the rule of a parametrized layer, from that of the layer itself; None if it has none."""
+    parts: dict[str, ParametrizationList] = dict(module.parametrizations.items())  # type: ignore[union-attr, operator]
     base = find_rule(module, frozenset(parts))
     if base is None:
         return None
-    names = {name: tuple(name.split(".")[1:]) for name in places(module) if name.startswith("parametrizations.")}
+    names = {name: tuple(name.split(".")[1:]) for name in parametrized_places(module)}
 
     def function(call: Call) -> dict[str, Form]:
         tensors = {names[name][0] for name in call.wanted if name in names}
@@ -95,12 +83,6 @@ def find_any_rule(module: nn.Module) -> Rule | None:
         return forms | mapped
 
     return Rule(function, base.parameters | names.keys(), base.extra_dims, base.applies)
-
-
-def _parametrizations(module: nn.Module) -> dict[str, ParametrizationList]:
-    if not is_parametrized(module):
-        return {}
-    return dict(module.parametrizations.items())  # type: ignore[union-attr, operator]
 
 
 @torch.no_grad()

@@ -28,6 +28,13 @@ RuleFunction = Callable[[Call], dict[str, Form]]
 """Returns the per-sample gradients with respect to the wanted parameters, by name."""
 
 
+class Place(NamedTuple):
+    """Where a module holds a parameter, so that another tensor can take its place during a call."""
+
+    held: dict[str, Any]  # the `_parameters` of a module
+    key: str
+
+
 class NotApplicableError(TypeError):
     """Raised by a rule that finds that it does not apply to a call: the module then has no rule."""
 
