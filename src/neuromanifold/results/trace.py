@@ -14,15 +14,41 @@ from neuromanifold.results.files import reads, save_json
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "token"]
+
+
+class Viewed:
+    """A sum over samples, and what it is divided by: the samples, or their positions, such as a sequence's tokens."""
+
+    count: int  # samples
+    positions: int  # output distributions
+    provenance: Provenance
+    reduction: Reduction
+
+    @property
+    def divisor(self) -> int:
+        """What the sums are divided by in this view."""
+        return {"mean": self.count, "sum": 1, "token": self.positions}[self.reduction]
+
+    @property
+    def unit(self) -> str:
+        """The view in words: "per sample", "per sequence", "per token", "summed over samples"."""
+        p = self.provenance
+        return {"mean": f"per {p.unit}", "sum": f"summed over {p.unit}s", "token": f"per {p.position}"}[self.reduction]
+
+    @property
+    def seen(self) -> str:
+        """How many samples there were, and how many positions if these are others."""
+        p, several = self.provenance, self.positions and self.positions != self.count
+        return f"{self.count:,} {p.unit}s" + (f", {self.positions:,} {p.position}s" if several else "")
 
 
 @dataclass(frozen=True)
-class TraceEstimate(Scalable):
+class TraceEstimate(Scalable, Viewed):
     """tr F with its standard error (of the probes' noise; the data are taken as given): what every `.trace` returns.
 
     What is stored is the sum over samples and their number; `reduction` chooses what `value` and `stderr` show, "mean"
-    (per sample) or "sum".  It converts to a float, and formats as one: f"{fim.trace:.3f}".
+    (per sample), "sum" or "token" (per position that counts).  It converts to a float, and formats as one: f"{fim.trace:.3f}".
     """
 
     sum: float  # over the samples
@@ -30,16 +56,17 @@ class TraceEstimate(Scalable):
     count: int  # samples
     provenance: Provenance
     reduction: Reduction = "mean"
+    positions: int = 0  # output distributions, such as tokens; 0: not known
 
     @property
     def value(self) -> float:
-        """tr F: per sample, or the sum over samples if `reduction` says so."""
-        return self.sum / self.count if self.reduction == "mean" else self.sum
+        """tr F: per sample, or what `reduction` says."""
+        return self.sum / self.divisor
 
     @property
     def stderr(self) -> float:
         """The standard error of `value`."""
-        return self.noise / self.count if self.reduction == "mean" else self.noise
+        return self.noise / self.divisor
 
     def __float__(self) -> float:
         return self.value
@@ -48,9 +75,8 @@ class TraceEstimate(Scalable):
         return format(self.value, spec) if spec else str(self)
 
     def __str__(self) -> str:
-        per = "per sample" if self.reduction == "mean" else "in all"
         error = f" ± {self.stderr:.2g} (standard error)" if self.noise else " (not random)"
-        return f"tr F = {self.value:.6g}{error} {per}; {self.count} samples, {self.provenance.estimator}"
+        return f"tr F = {self.value:.6g}{error} {self.unit}; {self.seen}, {self.provenance.estimator}"
 
     def __add__(self, other: TraceEstimate) -> TraceEstimate:
         if not isinstance(other, TraceEstimate):
@@ -63,6 +89,7 @@ class TraceEstimate(Scalable):
             noise=self.noise + other.noise if shared else math.hypot(self.noise, other.noise),
             count=self.count + other.count,
             provenance=provenance,
+            positions=self.positions + other.positions,
         )
 
     def _times(self, factor: float) -> TraceEstimate:
@@ -78,14 +105,16 @@ class TraceEstimate(Scalable):
 def trace_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> TraceEstimate:
     """The trace that `TraceEstimate.save` wrote."""
     del tensors
-    total, noise, count = float(head["sum"]), float(head["noise"]), int(head["count"])
-    return TraceEstimate(
-        total, noise, count, Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"])
-    )
+    total, noise, count, positions = (head.get(key, 0) for key in ("sum", "noise", "count", "positions"))
+    provenance, reduction = Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"], tokens=True)
+    return TraceEstimate(float(total), float(noise), int(count), provenance, reduction, int(positions))
 
 
-def check_reduction(reduction: str) -> Reduction:
-    """The reduction, if it is "mean" (per sample) or "sum" (over samples)."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
-    return "mean" if reduction == "mean" else "sum"
+def check_reduction(reduction: str, tokens: bool = False) -> Reduction:
+    """The reduction, if it is "mean" (per sample) or "sum" (over samples), or with `tokens` "token" (per position)."""
+    known: tuple[Reduction, ...] = ("mean", "sum", "token") if tokens else ("mean", "sum")
+    for one in known:
+        if one == reduction:
+            return one
+    expected = "'mean' (per sample)" + (", 'token' (per position)" if tokens else "") + " or 'sum' (over samples)"
+    raise ValueError(message("reduction", expected, repr(reduction)))
