@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.hf import LoadedModel, LoadError, load_data, load_model
-from tests.hf.tiny import reviews, sentences, transformers, write_csv, write_jsonl
+from tests.hf.tiny import SPECIAL, WORDS, reviews, sentences, transformers, write_csv, write_jsonl
 
 Folder = Callable[[str], Path]
 
@@ -169,21 +169,54 @@ def test_words_have_their_label_at_their_first_token(
     assert torch.equal(blind["labels"] >= 0, batch["labels"] >= 0)  # the same positions count
 
 
-def test_labels_of_a_causal_model_stand_where_their_logits_are(
-    loaded: Callable[[str], LoadedModel], tmp_path: Path
-) -> None:
+def test_labels_of_a_causal_model_stand_at_their_token(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", {"text": ["the film is good", "", "  ", "a story"]})
     data = load_data(str(path), loaded("causal"), labels=True)
     assert "all of 3 rows, 1 without text left out" in data.about
     (batch,) = data
     ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]  # type: ignore[call-overload]
     assert sorted(mask.sum(1).tolist()) == [2, 4]
-    for row in range(2):
-        length = int(mask[row].sum())
-        assert labels[row, : length - 1].tolist() == ids[row, 1:length].tolist()
-        assert (labels[row, length - 1 :] == -100).all()
-    (blind,) = batches(path, loaded("causal"))
-    assert set(blind) == {"input_ids", "attention_mask"}  # then every position counts
+    assert torch.equal(labels, ids.masked_fill(mask == 0, -100))
+    (blind,) = batches(path, loaded("causal"), labels=False)
+    assert torch.equal(blind["labels"], labels)  # they say which positions count
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        (("prompt", "completion"), {}),
+        (("question", "answer"), {}),
+        (("a", "b"), {"columns": "prompt=a,completion=b"}),
+    ],
+)
+def test_prompts_of_a_causal_model_do_not_count(
+    columns: tuple[str, str], options: dict[str, str], loaded: Callable[[str], LoadedModel], tmp_path: Path
+) -> None:
+    pairs = {columns[0]: ["the film ", "", "the film is very"], columns[1]: ["is good", "a story", "ly good"]}
+    (batch,) = batches(write_jsonl(tmp_path / "p.jsonl", {k: list(v) for k, v in pairs.items()}), loaded("causal"), **options)
+    shown = {tuple(ids[mask.bool()].tolist()): (labels != -100)[mask.bool()].tolist()
+             for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)}  # fmt: skip
+    number = {word: i for i, word in enumerate([*SPECIAL, *WORDS, "##s", "##ly"])}
+    assert shown == {
+        tuple(number[word] for word in words.split()): counts
+        for words, counts in {
+            "the film is good": [False, False, True, True],
+            "a story": [True, True],
+            "the film is very ##ly good": [False, False, False, False, True, True],
+        }.items()
+    }
+
+
+def test_texts_and_prompts_do_not_mix(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    columns: dict[str, list[object]] = {"text": ["a film"], "prompt": ["a"], "completion": [" story"]}
+    path = write_jsonl(tmp_path / "t.jsonl", columns)
+    (pair,), (text,) = batches(path, loaded("causal")), batches(path, loaded("causal"), columns="text=text")
+    assert (pair["labels"] == -100).tolist() == [[True, False]]
+    assert (text["labels"] == -100).tolist() == [[False, False]]
+    with pytest.raises(LoadError, match="text, or prompt and completion"):
+        load_data(str(path), loaded("causal"), columns="text=text,prompt=prompt")
+    with pytest.raises(LoadError, match="No completion column found"):
+        load_data(str(write_jsonl(tmp_path / "p.jsonl", {"prompt": ["a"]})), loaded("causal"), columns="prompt=prompt")
 
 
 def test_masking_depends_on_seed_and_row_alone(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_result_reports_plots_and_shows_itself(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text(encoding="utf-8") == page([fim, fim.sum], ["one", "two"])
     shown = fim._repr_html_()
-    assert "DiagonalFisher (mean)" in shown
+    assert "DiagonalFisher (per sample)" in shown
     assert number(float(fim["2.weight"].double().sum() + fim["2.bias"].double().sum()) / 27) in shown
     assert "<script" not in shown
     assert len(fim.plot().axes) == 2

@@ -23,7 +23,7 @@ def test_it_is_a_mapping_of_the_parameters_shapes() -> None:
 
 def test_it_prints_as_a_table() -> None:
     lines = str(RESULT).splitlines()
-    assert lines[0] == "DiagonalFisher (mean)"
+    assert lines[0] == "DiagonalFisher (per sample)"
     assert lines[1].split() == [
         "component",
         "parameters",

@@ -30,6 +30,7 @@ from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
 from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.cotangents import cotangents
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
@@ -61,6 +62,7 @@ def fisher_bounds(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
 ) -> NetworkBounds:
     """Lower and upper bounds of F and of their errors beside the actual values: Props. 5, 7 to 10 and Cor. 6.
 
@@ -86,6 +88,7 @@ def fisher_bounds(
         batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples.
         ignore_index: positions with this label do not count.
         label_key: where a batch that is a dict has its labels.
+        shift_labels: whether the logits at position t predict token t + 1, as in `fisher_diagonal`.
 
     """
     if likelihood in (Bernoulli, Gaussian):
@@ -97,7 +100,9 @@ def fisher_bounds(
     if max_bytes is not None:
         max_bytes = integer_in_range(max_bytes, "max_bytes", 1, 2**60, "memory for gradients")
     view = check_reduction(reduction)
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
     settings = Settings.of(Exact(), "sample", seed)
     if actual == "estimate":
         problem.repeated()  # refuses a generator
@@ -190,6 +195,7 @@ class _Work:
         """Add the distributions of a batch, or of a part of one, to terms and diagonals."""
         self.counts.samples += int(outputs.samples)
         self.counts.positions += int(outputs.positions)
+        self.counts.unit = "sequence" if outputs.logits.ndim == 3 else "sample"
         self.counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
         if not len(outputs.logits):
             return

@@ -50,9 +50,8 @@ def print_result(
 ) -> None:
     """Print a table with a row for each component (or parameter), then where the result comes from (or `only` that)."""
     summary = summarize(result)
-    view = "per sample" if result.reduction == "mean" else "sum over samples"
     header = ("parameter" if each else HEADER[0], *HEADER[1:])
-    print_table(f"Diagonal of the Fisher information, {view}", header, summary.rows(each), NOTE)
+    print_table(f"Diagonal of the Fisher information, {result.unit}", header, summary.rows(each), NOTE)
     everything, target = summary.everything, result.provenance.target.partition(" (")[0]
     total, noise = everything.total, everything.noise
     error = "not random" if target in ("exact", "unbiased") else f"not random, but {target}"
@@ -74,15 +73,16 @@ def progress_bar(data: object, wanted: bool) -> Iterator[Observer | bool]:
         start: list[tuple[float, int]] = []
 
         def observe(run: RunProgress) -> None:
-            now = time.monotonic()
-            start.append((now, run.samples))  # rates do not count what a checkpoint had
-            rate, error = bar_texts(run, now - start[0][0], run.samples - start[0][1])
+            now, done = time.monotonic(), run.tokens or run.samples
+            start.append((now, done))  # rates do not count what a checkpoint had
+            rate, error = bar_texts(run, now - start[0][0], done - start[0][1])
             progress.update(task, completed=run.place, rate=rate, error=error)
 
         yield observe
 
 
-def bar_texts(run: RunProgress, seconds: float, samples: int) -> tuple[str, str]:
-    """Return samples per second and the relative standard error so far; empty where they are not known."""
+def bar_texts(run: RunProgress, seconds: float, done: int) -> tuple[str, str]:
+    """Return samples or tokens per second and the relative standard error so far; empty where they are not known."""
+    unit = "tokens" if run.tokens else "samples"
     error = "" if run.relative_error is None else f"rel. s.e. {100 * run.relative_error:.2g} %"
-    return f"{samples / seconds:.3g} samples/s" if samples and seconds else "", error
+    return f"{done / seconds:.3g} {unit}/s" if done and seconds else "", error

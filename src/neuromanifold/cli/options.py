@@ -126,6 +126,13 @@ class Setup:
     max_length: Annotated[
         int | None, _data("Truncate text to N tokens (default: at most 512), audio to N samples.", metavar="N", min=1)
     ] = None
+    shift_labels: Annotated[
+        bool | None,
+        _data(
+            "Whether position t predicts token t + 1, so that label t + 1 belongs to it. Default: as the model does.",
+            "--shift-labels/--no-shift-labels",
+        ),
+    ] = None
     mask: Annotated[float, _data("Share of masked tokens, for masked language models.")] = 0.15
     seed: Annotated[int, run_option("Random seed of rows, probes and a new classifier.", metavar="N", min=0)] = 0
 
@@ -189,9 +196,14 @@ class Setup:
         )
 
     def selection(self, model: LoadedModel) -> dict[str, Any]:
-        """Return the arguments `likelihood` and `parameters` that every run takes."""
+        """Return the arguments `likelihood`, `parameters` and `shift_labels` that every run takes.
+
+        Labels that are made from a table for a causal model stand at their own token, whatever the model's class.
+        """
         likelihood = parse_likelihood(self.likelihood, model.likelihood)
-        return {"likelihood": likelihood, "parameters": self.parameters or None}
+        made = model.task is Task.CAUSAL and not is_function_name(self.data)
+        shift = (made or "auto") if self.shift_labels is None else self.shift_labels
+        return {"likelihood": likelihood, "parameters": self.parameters or None, "shift_labels": shift}
 
 
 def with_setup(command: Callable[..., None]) -> Callable[..., None]:

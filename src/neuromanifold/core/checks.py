@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Reduction = Literal["mean", "sum"]
-"""How a result is shown: per sample, or summed over samples."""
+Reduction = Literal["mean", "sum", "token"]
+"""How a result is shown: per sample, summed over samples, or per position of a sequence."""
 
 
 def message(argument: str, expected: str, got: str, advice: str = "") -> str:
@@ -96,11 +96,14 @@ def one_of(value: T, argument: str, *choices: object) -> T:
     return value
 
 
-def check_reduction(reduction: str) -> Reduction:
-    """The reduction, if it is "mean" (per sample) or "sum" (over samples)."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(message("reduction", "'mean' (per sample) or 'sum' (over samples)", repr(reduction)))
-    return "mean" if reduction == "mean" else "sum"
+def check_reduction(reduction: str, tokens: bool = False) -> Reduction:
+    """The reduction, if it is "mean" (per sample) or "sum" (over samples), or with `tokens` "token" (per position)."""
+    known: tuple[Reduction, ...] = ("mean", "sum", "token") if tokens else ("mean", "sum")
+    for one in known:
+        if one == reduction:
+            return one
+    expected = "'mean' (per sample)" + (", 'token' (per position)" if tokens else "") + " or 'sum' (over samples)"
+    raise ValueError(message("reduction", expected, repr(reduction)))
 
 
 def random_seed(value: object) -> int:

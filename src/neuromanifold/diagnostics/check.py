@@ -28,6 +28,7 @@ from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, e
 from neuromanifold.diagnostics.runs import Runs, expected_warnings_ignored, short_name, timed
 from neuromanifold.estimators import Estimator, Exact, Hutchinson
 from neuromanifold.problem.batches import sample_dim, tensors_in
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import tracked
@@ -78,6 +79,7 @@ def check(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
 ) -> Check:
     """Compare the estimators with the exact diagonal on your own model and the first batches of your data.
 
@@ -95,7 +97,9 @@ def check(
     """
     batches = integer_in_range(batches, "batches", 1, 10**9, "at least one")
     seed = integer_in_range(seed, "seed", 0, 2**62, "a seed")
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
     requested = _requested(estimators)
     problem, note = first_batches(problem, batches)
     examination = examine(problem, seed)

@@ -26,6 +26,7 @@ from neuromanifold.diagnostics.memory import PeakMemory
 from neuromanifold.diagnostics.runs import expected_warnings_ignored
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.problem.batches import model_device, tensors_in
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
@@ -100,6 +101,7 @@ def forecast(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
     cuda_graphs: CudaGraphs = "auto",
 ) -> Forecast:
     """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
@@ -109,7 +111,9 @@ def forecast(
     batches to get to replays.
     """
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
     settings = Settings.of(Hutchinson() if estimator is None else estimator, granularity, 0)
     timer = _BatchTimer(problem.device)
 

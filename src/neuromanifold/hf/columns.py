@@ -18,6 +18,8 @@ from neuromanifold.hf.tables import Table
 USUAL = {  # names that are looked for, in this order, where none is given
     "text": ("text", "sentence", "sentence1", "premise", "content", "review"),
     "text_pair": ("text_pair", "sentence2", "hypothesis"),
+    "prompt": ("prompt", "instruction", "question"),
+    "completion": ("completion", "response", "output", "answer"),
     "target": ("target", "target_text", "summary", "highlights", "answer"),
     "words": ("words", "tokens"),
     "image": ("image", "img", "images"),
@@ -29,7 +31,7 @@ ROLES: dict[Task | None, tuple[str, ...]] = {
     Task.TOKENS: ("words", "label"),
     Task.IMAGE: ("image", "label"),
     Task.AUDIO: ("audio", "label"),
-    Task.CAUSAL: ("text",),
+    Task.CAUSAL: ("text", "prompt", "completion"),  # a text, or a prompt and its completion
     Task.MASKED: ("text",),
     Task.SEQ2SEQ: ("text", "target"),
     None: ("label",),
@@ -80,8 +82,18 @@ def find_columns(table: Table, task: Task | None, given: Mapping[str, str], labe
     """Return the column of each role that the task has; labels are needed (True), unwanted (False), or optional."""
     required = {"text_pair": False, "label": labels is True}
     roles = [role for role in ROLES[task] if role != "label" or labels is not False]
+    roles = causal_roles(table, given) if task is Task.CAUSAL else roles
     found = {role: find_column(table, role, given, required.get(role, True)) for role in roles}
     return {role: column for role, column in found.items() if column is not None}
+
+
+def causal_roles(table: Table, given: Mapping[str, str]) -> list[str]:
+    """A prompt and its completion if there are both or they are named, else a text."""
+    pair = ["prompt", "completion"]
+    if "text" in given and any(role in given for role in pair):
+        raise LoadError(message("columns", "text, or prompt and completion", ", ".join(given)))
+    found = [role for role in pair if find_column(table, role, given, required=False)]
+    return pair if any(role in given for role in pair) or (found == pair and "text" not in given) else ["text"]
 
 
 class LabelReader:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import integer_in_range, message
-from neuromanifold.hf.columns import LabelReader, find_column, find_columns, parse_columns
+from neuromanifold.hf.columns import LabelReader, causal_roles, find_column, find_columns, parse_columns
 from neuromanifold.hf.encoders import Encode, audio_encoder, image_encoder, number_encoder, text_encoder
 from neuromanifold.hf.errors import LoadError
 from neuromanifold.hf.functions import find_function, is_function_name
@@ -187,7 +187,7 @@ def _choose_rows(
     order = torch.randperm(table.rows, generator=torch.Generator().manual_seed(seed)).tolist()
     if model.task not in (Task.CAUSAL, Task.MASKED):
         return order[:count], 0
-    column = find_column(table, "text", given)
+    column = find_column(table, causal_roles(table, given)[-1] if model.task is Task.CAUSAL else "text", given)
     assert column is not None
     rows: list[int] = []
     empty = 0

@@ -61,6 +61,8 @@ def text_encoder(
     options = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
     if model.task is Task.TOKENS:
         return _word_encoder(tokenizer, options, classes)
+    if model.task is Task.CAUSAL:
+        return _causal_encoder(tokenizer, options)
     if model.task is Task.MASKED:
         return _masked_encoder(tokenizer, options, mask, seed, model.module)
 
@@ -68,11 +70,6 @@ def text_encoder(
         texts = [_texts(values[role], rows) for role in ("text", "text_pair") if role in values]
         batch = dict(tokenizer(*texts, **options))
         _check_tokens(batch, rows, length)
-        if model.task is Task.CAUSAL:
-            batch.pop("token_type_ids", None)
-            if labels:  # a label belongs to the logits at its own position: the next token, and none for the last
-                following = torch.where(batch["attention_mask"].bool(), batch["input_ids"], IGNORED)[:, 1:]
-                batch["labels"] = nn.functional.pad(following, (0, 1), value=IGNORED)
         if model.task is Task.SEQ2SEQ:
             target = tokenizer(text_target=_texts(values["target"], rows), **options)
             batch["labels"] = torch.where(target["attention_mask"].bool(), target["input_ids"], IGNORED)
@@ -81,12 +78,36 @@ def text_encoder(
     return encode
 
 
+def _causal_encoder(tokenizer: Any, options: dict[str, Any]) -> Encode:
+    """Tokenize texts, or prompts followed by completions; labels are the tokens, but for padding and prompts.
+
+    They stand at their own token, as transformers wants them: the run shifts them to the position before.  A prompt
+    ends with the last token that has nothing of the completion.
+    """
+
+    def encode(values: Values, rows: list[int]) -> dict[str, Tensor]:
+        texts = _texts(values["completion" if "completion" in values else "text"], rows)
+        prompts = _texts(values["prompt"], rows) if "prompt" in values else [""] * len(rows)
+        whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+        if any(prompts):
+            _check_fast(tokenizer, "says where the prompt ends")
+        batch = dict(tokenizer(whole, return_offsets_mapping=any(prompts), **options))
+        _check_tokens(batch, rows, options["max_length"])
+        batch.pop("token_type_ids", None)
+        counts = batch["attention_mask"].bool() if "attention_mask" in batch else batch["input_ids"] >= 0
+        if "offset_mapping" in batch:
+            lengths = torch.tensor([[len(prompt)] for prompt in prompts])
+            begun = batch.pop("offset_mapping")[..., 1] > lengths
+            counts = counts & (begun | ~lengths.bool()).cummax(1).values
+        batch["labels"] = torch.where(counts, batch["input_ids"], IGNORED)
+        return batch
+
+    return encode
+
+
 def _word_encoder(tokenizer: Any, options: dict[str, Any], classes: LabelReader) -> Encode:
     """Label each word at its first token; the other tokens do not count.  Without labels, class 0 marks positions."""
-    if not tokenizer.is_fast:
-        raise LoadError(
-            message("model", "one with a fast tokenizer, which aligns words with tokens", type(tokenizer).__name__)
-        )
+    _check_fast(tokenizer, "aligns words with tokens")
 
     def encode(values: Values, rows: list[int]) -> dict[str, Tensor]:
         words = [_split(value, row) for value, row in zip(values["words"], rows, strict=True)]
@@ -153,6 +174,11 @@ def _tokenizer(model: LoadedModel) -> Any:
     reads_last = model.task is Task.TEXT and getattr(model.config, "summary_type", None) == "last"  # XLNet
     tokenizer.padding_side = "left" if reads_last else "right"
     return tokenizer
+
+
+def _check_fast(tokenizer: Any, what: str) -> None:
+    if not tokenizer.is_fast:
+        raise LoadError(message("model", f"one with a fast tokenizer, which {what}", type(tokenizer).__name__))
 
 
 def _max_tokens(tokenizer: Any, model: LoadedModel, max_length: int | None) -> int:

@@ -28,6 +28,7 @@ from neuromanifold.operators.krylov import Eigenpairs, times
 from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.persample.accumulate import GradientRows
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
@@ -60,6 +61,7 @@ def fisher_factors(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
 ) -> FisherFactors:
     """Return the stack G of the gradients g of probes, with E[GᵀG] = F: a low-rank estimate of the whole matrix.
 
@@ -73,7 +75,9 @@ def fisher_factors(
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(granularity, "granularity", "batch", "sample")
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
     layout = ParameterLayout.of(problem.parameters)
     device = problem.device if device is None else device

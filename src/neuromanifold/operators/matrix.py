@@ -22,6 +22,7 @@ from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.persample.accumulate import GradientRows
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
@@ -50,6 +51,7 @@ def fisher_matrix(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
 ) -> FisherMatrix:
     """F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
 
@@ -63,7 +65,9 @@ def fisher_matrix(
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
         raise ValueError(message("blocks", "None (all of F) or 'layer'", repr(blocks)))
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
     settings, view = Settings.of(estimator, "sample", seed), check_reduction(reduction)
     chosen, layout = problem.parameters, ParameterLayout.of(problem.parameters)
     exact = any(parameter.dtype == torch.float64 for parameter in chosen.values())

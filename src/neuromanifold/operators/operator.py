@@ -21,6 +21,7 @@ from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
@@ -43,6 +44,7 @@ def fisher_operator(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
 ) -> FisherOperator:
     """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact, matrix-free, one pass over the data for each product.
 
@@ -51,7 +53,9 @@ def fisher_operator(
     anew with each product, so train it between products and F is that of the new parameters.
     """
     middle, view = envelope_product(envelope), check_reduction(reduction)
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
     return FisherOperator(problem, middle, reduction=view, progress=progress)
 
 

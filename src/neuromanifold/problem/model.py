@@ -121,6 +121,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside of all wrappers, those of PEFT included."""
+    inner = None
+    while inner is not model:
+        inner, model = model, unwrapped(model)
+        if hasattr(model, "peft_config") and callable(base := getattr(model, "get_base_model", None)):
+            model = base()
+    return model
+
+
 def forward_signature(model: nn.Module) -> inspect.Signature | None:
     """The signature of `forward`; None where it has none, as in scripted modules."""
     inner = unwrapped(model)

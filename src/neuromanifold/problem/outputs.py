@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.batches import Batch, tensors_in
+from neuromanifold.problem.causal import has_next, next_labels
 
 
 class Outputs(NamedTuple):
@@ -77,10 +78,12 @@ def read_outputs(
     ignore_index: int = -100,
     batch_dim: int = 0,
     scalar: bool = False,
+    shift: bool = False,
 ) -> Outputs:
     """Find the logits in a model's output, move samples first and classes last, and work out which positions count.
 
-    `scalar`: outputs of shape [B] are one number for each sample.
+    `scalar`: outputs of shape [B] are one number for each sample.  `shift`: position t predicts token t + 1, to which
+    label and mask t + 1 belong; where they have no such token, positions do not count.
     """
     where, given = f"Batch {batch.number} of `data`: ", _find_logits(output)
     if given.ndim == 1 and scalar:
@@ -102,7 +105,8 @@ def read_outputs(
         raise ValueError(message("batch_dim", "another dimension than that of the classes", str(batch_dim), advice))
     _check_samples(given, batch, class_dim, batch_dim)
     logits = _arranged(given, batch_dim, class_dim)
-    positions, labels, valid = logits.shape[:-1], batch.labels, None
+    positions, labels, valid, tokens = logits.shape[:-1], batch.labels, None, None
+    shift = shift and logits.ndim == 3
     if batch_dim and labels is not None and labels.ndim > 1:
         labels = labels.movedim(batch_dim, 0)
     if labels is not None:
@@ -111,9 +115,11 @@ def read_outputs(
         one = logits.shape[-1] == 1  # a single output, whose targets may come without a dimension for it
         labels = labels.reshape(positions) if one else labels
         if labels.shape == positions and not labels.is_floating_point():
-            labels = labels.long()
+            labels = next_labels(labels.long(), ignore_index) if shift else labels.long()
             valid = _unless_all(labels != ignore_index)
             labels = labels if valid is None else torch.where(valid, labels, 0)
+        else:
+            shift = False  # targets belong to the logits at their own position
         labels = labels[..., None] if one else labels
     mask = attention_mask(batch)
     if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
@@ -122,9 +128,14 @@ def read_outputs(
         if mask.shape == positions:
             if mask.is_floating_point() and not _says_which_count(mask):
                 raise ValueError(where + _added_mask(ignore_index))
-            valid = _unless_all(mask.bool() if valid is None else valid & mask.bool())
+            tokens = mask.bool()
         elif batch.labels is None or batch.labels.ndim != len(positions):
             raise ValueError(where + _wrong_mask(mask, positions, ignore_index))
+    if shift:
+        tokens = logits.new_ones(positions, dtype=torch.bool) if tokens is None else tokens
+        tokens = has_next(tokens, batch.kwargs.get("position_ids"))
+    if tokens is not None:
+        valid = _unless_all(tokens if valid is None else valid & tokens)
     return Outputs(logits, labels, valid, batch.number)
 
 

@@ -26,9 +26,11 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch, tensors_in
+from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels
 from neuromanifold.problem.model import (
     Selection,
     as_module,
+    base_model,
     call,
     forward_signature,
     only_argument,
@@ -54,6 +56,7 @@ class Problem:
     batch_dim: int = 0
     ignore_index: int = -100
     label_key: str = "labels"
+    shift_labels: ShiftLabels = "auto"
 
     @classmethod
     def of(
@@ -66,6 +69,7 @@ class Problem:
         batch_dim: int = 0,
         ignore_index: int = -100,
         label_key: str = "labels",
+        shift_labels: ShiftLabels = "auto",
     ) -> Problem:
         """Check all arguments that can be checked without a batch; they are those of `nm.fisher_diagonal`.
 
@@ -83,7 +87,8 @@ class Problem:
         ignore_index = integer_in_range(ignore_index, "ignore_index", -(2**63), 2**63 - 1, "a label")
         if not isinstance(label_key, str):
             raise TypeError(message("label_key", "the key of the labels in a batch", repr(label_key)))
-        return cls(module, chosen, data, likelihood, class_dim, batch_dim, ignore_index, label_key)
+        shift = check_shift_labels(shift_labels)
+        return cls(module, chosen, data, likelihood, class_dim, batch_dim, ignore_index, label_key, shift)
 
     @property
     def device(self) -> torch.device:
@@ -99,8 +104,21 @@ class Problem:
         return forward_signature(self.model)
 
     @cached_property
+    def predicts_next(self) -> bool:
+        """Whether position t predicts token t + 1: labels and masks are then shifted by one."""
+        return shifts_labels(self.model) if self.shift_labels == "auto" else self.shift_labels
+
+    @cached_property
     def _argument(self) -> str | None:
         return only_argument(self._signature)
+
+    def takes(self, argument: str) -> bool:
+        """Whether the model's `forward`, inside of all wrappers, has an argument of this name."""
+        return self._base_signature is not None and argument in self._base_signature.parameters
+
+    @cached_property
+    def _base_signature(self) -> Signature | None:
+        return forward_signature(base_model(self.model))
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -149,9 +167,11 @@ class Problem:
             advice = "Yield (inputs, labels), or a dict and its label_key, or choose an estimator without labels."
             text = message("labels", f"given for {estimator}", f"none{keys}", advice)
             raise ValueError(f"Batch {batch.number} of `data`: {text}")
-        output = call(self.model, batch.copied(), self._signature, self.label_key)
-        scalar = self.likelihood is not Categorical
-        outputs = read_outputs(output, batch, self.class_dim, self.ignore_index, self.batch_dim, scalar)
+        inputs = batch.copied()
+        if self.takes("use_cache"):  # keys and values for generation, with which transformers does not see packing
+            inputs.kwargs.setdefault("use_cache", False)
+        output = call(self.model, inputs, self._signature, self.label_key)
+        outputs = self._read_outputs(output, batch, self.class_dim)
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
             advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
@@ -174,8 +194,11 @@ class Problem:
         """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""
         logits = outputs.logits[:1].expand(samples, *outputs.logits.shape[1:])
         logits = logits.movedim(0, self.batch_dim) if logits.ndim > 2 else logits
+        return self._read_outputs(logits, batch, -1)
+
+    def _read_outputs(self, output: object, batch: Batch, class_dim: int) -> Outputs:
         scalar = self.likelihood is not Categorical
-        return read_outputs(logits, batch, -1, self.ignore_index, self.batch_dim, scalar)
+        return read_outputs(output, batch, class_dim, self.ignore_index, self.batch_dim, scalar, self.predicts_next)
 
     def validation(self) -> LateValidation:
         """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
@@ -198,13 +221,13 @@ class Problem:
     def inspect(self, batch: Batch, outputs: Outputs) -> None:
         """Warn of outputs and labels that look wrong, and of samples that influence each other.
 
-        For the first batch of a call, in a session: it takes a forward pass of three samples, and waits for a GPU.
+        For the first batch of a call, in a session: it takes forward passes of three samples, and waits for a GPU.
         """
         if not len(outputs.logits):
             return
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
-        notes = (suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index))
-        for note in filter(None, notes):
+        notes = [suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index)]
+        for note in filter(None, [*notes, suspicions.shift_note(self, batch, outputs)]):
             warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
         if note := suspicions.mixing_note(self, batch, outputs):
             warnings.warn(note, suspicions.SamplesMixWarning, stacklevel=suspicions.callers_level())

@@ -19,6 +19,7 @@ class RunProgress(NamedTuple):
     samples: int
     place: int  # in the data, of the next batch: those of other shards count
     relative_error: float | None  # Σ stderr / Σ F so far; None: nothing is random
+    tokens: int = 0  # of sequences; 0: the samples are none
 
 
 Observer = Callable[[RunProgress], None]

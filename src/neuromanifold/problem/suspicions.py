@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
@@ -69,6 +71,41 @@ def labels_note(core: Core, outputs: Outputs, ignore_index: int) -> str:
     text = f"`labels` must be between 0 and {core.dim - 1} or {ignore_index} (ignore_index), got {int(wrong[0])} for "
     text += f"{len(wrong)} of {len(labels)} positions, which are counted. If that label marks positions to leave out, "
     return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
+
+
+def shift_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
+    """A warning if the model's own loss compares labels with the logits of other positions than is done here, else "".
+
+    Asked of the model by a forward pass of three samples, where it takes labels and `shift_labels` is "auto".
+    """
+    labels, samples = batch.labels, len(outputs.logits)
+    if problem.shift_labels != "auto" or labels is None or labels.is_floating_point() or not batch.kwargs:
+        return ""
+    if not problem.takes("labels") or outputs.logits.ndim != 3 or labels.shape != outputs.logits.shape[:2]:
+        return ""
+    restore, log = model_states(problem.model), logging.getLogger("transformers.modeling_utils")
+    disabled, log.disabled = log.disabled, True  # it tells that a model names no type of loss
+    try:
+        few = batch.cut(samples, torch.arange(min(3, samples))).copied()
+        with torch.no_grad():
+            output = problem.model(*few.args, **few.kwargs, labels=few.labels)
+        loss, logits = float(output.loss), output.logits.double().movedim(-1, 1)
+        assert few.labels is not None
+        losses = {  # by whether labels are shifted
+            False: float(cross_entropy(logits, few.labels, ignore_index=problem.ignore_index)),
+            True: float(cross_entropy(logits[..., :-1], few.labels[:, 1:], ignore_index=problem.ignore_index)),
+        }
+    except Exception:  # whatever a model does with labels; most have no loss
+        return ""
+    finally:
+        restore()
+        log.disabled = disabled
+    fits = {shift: abs(loss - own) <= 1e-4 * abs(own) for shift, own in losses.items()}
+    if fits[problem.predicts_next] or not fits[not problem.predicts_next]:
+        return ""
+    here, there = ("t", "t + 1") if problem.predicts_next else ("t + 1", "t")
+    text = f"The model's own loss compares label {here} with the logits at position t, and this run label {there}. "
+    return text + f"Pass shift_labels={not problem.predicts_next} to do as the model does, or say that you mean it."
 
 
 def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from neuromanifold._version import __version__
@@ -43,7 +43,7 @@ def page(results: Sequence[DiagonalFisher], titles: Sequence[str] | None = None)
     if not 1 <= len(results) <= _MOST:
         raise ValueError(message("results", f"1 to {_MOST} results", f"{len(results)}", "Make several pages."))
     named = _titles(results, titles)
-    views = [one.mean if results[0].reduction == "mean" else one.sum for one in results]
+    views = [replace(one, reduction=results[0].reduction) for one in results]
     summaries = [summarize(one, title, _COMPONENTS) for one, title in zip(views, named, strict=True)]
     comparisons = [None, *(shared_comparison(one, views[0]) for one in views[1:])]
     drawn = panels(summaries)

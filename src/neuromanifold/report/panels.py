@@ -114,7 +114,7 @@ def panels(summaries: Sequence[Summary]) -> list[Panel]:
 def octaves(summary: Summary) -> dict[str, Counter[int]]:
     """For each component, how many of its positive entries lie in [2^e, 2^(e+1)), by e."""
     result, found = summary.result, {one.name: Counter[int]() for one in summary.components}
-    divisor = result.count if result.reduction == "mean" and result.count else 1
+    divisor = result.divisor or 1
     for name, value in result.sums.items():
         for x in chunks(value, name, torch.float64):
             exponents = np.bincount(((x[x > 0] / divisor).view(np.int64)) >> 52)

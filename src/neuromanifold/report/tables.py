@@ -134,7 +134,6 @@ def parameter_table(summaries: Sequence[Summary]) -> PageTable:
 def provenance_facts(summary: Summary) -> dict[str, str]:
     """Where a result comes from, as headings and texts; what is not known is left out."""
     result, p = summary.result, summary.result.provenance
-    positions = f" ({result.positions:,} positions)" if result.positions != result.count else ""
     squared = Counter(one.granularity or "not recorded" for one in summary.parameters)
     found = {
         "model": p.model,
@@ -142,7 +141,8 @@ def provenance_facts(summary: Summary) -> dict[str, str]:
         "estimator": p.estimator,
         "right for F": p.target,
         "likelihood": p.likelihood,
-        "samples": f"{result.count:,}{positions}",
+        "samples": result.seen if result.positions != result.count else f"{result.count:,}",
+        "labels": "shifted by one: position t predicts token t + 1" if p.shift_labels else "",
         "batches": f"{p.batches:,}, {counted(p.passes, 'backward pass')}",
         "squared per": ", ".join(f"{one}: {counted(n, 'parameter')}" for one, n in squared.items()),
         "verified": f"against autograd on {counted(p.verified, 'batch')}" if p.verified else "",

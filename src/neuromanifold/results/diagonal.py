@@ -22,18 +22,19 @@ from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 from neuromanifold.results.summary import HEADER, NOTE, summarize
 from neuromanifold.results.table import WIDTH, text_table
-from neuromanifold.results.trace import TraceEstimate
+from neuromanifold.results.trace import TraceEstimate, Viewed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalFisher(Scalable, Mapping[str, Tensor]):
+class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     """A mapping from parameter name to a tensor of the parameter's shape.
 
     What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
-    sample) or "sum".  So results do not depend on the batch size, and two of them over disjoint data add with `+`.
+    sample), "sum", or "token" (per position that counts, of sequences).  So results do not depend on the batch size,
+    and two of them over disjoint data add with `+`.
     Standard errors are those of the probes' noise; the data are taken as given.
 
     Tied parameters are listed once, under their first name, and found under every name; so are those of a wrapped
@@ -48,7 +49,7 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
     reduction: Reduction = "mean"
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.sums[self.provenance.find(name, self.sums)] / self._divisor
+        return self.sums[self.provenance.find(name, self.sums)] / self.divisor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sums)
@@ -82,10 +83,15 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         return replace(self, reduction="sum")
 
     @property
+    def per_token(self) -> DiagonalFisher:
+        """The view per position that counts, such as the tokens of sequences: sums divided by `positions`."""
+        return replace(self, reduction="token")
+
+    @property
     def trace(self) -> TraceEstimate:
         """Σ_i F_ii.  Its standard error is an upper bound, the sum of the entries'; `nm.fisher_trace` is sharper."""
         total, noise = (sum(float(t.double().sum()) for t in d.values()) for d in (self.sums, self.noise))
-        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction)
+        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
 
     @property
     def relative_error(self) -> float:
@@ -143,12 +149,12 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
         if isinstance(other, DiagonalFisher) and other.reduction != self.reduction:
             got = f"{other.reduction} against {self.reduction}"
-            raise ValueError(message("other", "in the same view", got, "Use .mean or .sum on both."))
+            raise ValueError(message("other", "in the same view", got, "Use .mean, .sum or .per_token on both."))
         return compare(self, other, epsilon)
 
     def __str__(self) -> str:
         table = text_table(HEADER, summarize(self).rows(), width=WIDTH)
-        return "\n".join([f"{type(self).__name__} ({self.reduction})", table, NOTE, self._footer()])
+        return "\n".join([f"{type(self).__name__} ({self.unit})", table, NOTE, self._footer()])
 
     __repr__ = __str__
 
@@ -176,17 +182,14 @@ class DiagonalFisher(Scalable, Mapping[str, Tensor]):
         texts = {"names": json.dumps(list(self.sums)), "provenance": self.provenance.to_json()}
         save_tensors(path, tensors, "diagonal", {**numbers, **texts})
 
-    @property
-    def _divisor(self) -> int:
-        return self.count if self.reduction == "mean" else 1
-
     def _footer(self) -> str:
-        p, tokens = self.provenance, f", {self.positions} positions" if self.positions != self.count else ""
+        p = self.provenance
         checked = f" ({p.verified} verified)" if p.verified else ""
         out = f" ({p.left_out} left out at random)" if p.left_out else ""
-        seen = f"{self.count} samples{out}{tokens}, {p.batches} batches{checked}, {p.passes} passes"
+        seen = f"{self.seen}{out}, {p.batches} batches{checked}, {p.passes} passes"
         lines = [f"{seen}; {p.estimator}: {p.target}"]
         scaled = [] if p.scale == 1 else [f"multiplied by {p.scale:g}"]
+        scaled += ["position t predicts token t + 1: labels and masks shifted by one"] if p.shift_labels else []
         return "\n".join([*lines, *scaled, *self._coarse(), *([p.stopped] if p.stopped else [])])
 
     def _coarse(self) -> list[str]:
@@ -221,7 +224,7 @@ class _PerParameter(Mapping[str, Tensor]):
 class _StandardErrors(_PerParameter):
     def __getitem__(self, name: str) -> Tensor:
         result = self._result
-        return result.noise[result.provenance.find(name, result.noise)] / result._divisor
+        return result.noise[result.provenance.find(name, result.noise)] / result.divisor
 
 
 class _Intervals(_PerParameter):
@@ -239,7 +242,7 @@ class _Intervals(_PerParameter):
         if self._end and result.provenance.left_out:
             of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
             found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
-        return found / result._divisor
+        return found / result.divisor
 
     @property
     def _what(self) -> str:
@@ -252,7 +255,11 @@ def diagonal_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> Diag
     names = json.loads(head["names"])  # the file has an order of its own
     sums, noise = ({name: tensors[f"{kind}/{name}"] for name in names} for kind in ("sum", "noise"))
     provenance = Provenance.from_json(head["provenance"])
-    count, positions, reduction = int(head["count"]), int(head["positions"]), check_reduction(head["reduction"])
+    count, positions, reduction = (
+        int(head["count"]),
+        int(head["positions"]),
+        check_reduction(head["reduction"], tokens=True),
+    )
     return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
 
 

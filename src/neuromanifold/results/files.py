@@ -126,7 +126,7 @@ def _beginning(path: str | Path) -> bytes:
         start = file.read(64)
     if not start:
         raise FileError(f"{path} is empty: it was never written to the end. {_AGAIN}")
-    if start.startswith(b"PK\x03\x04") or (start.startswith(b"\x80") and start[8:9] != b"{"):
+    if start.startswith(b"PK\x03\x04") or (start.startswith(b"\x80") and start[8:9] not in (b"{", b"")):
         advice = "A pickle can run any code, so none is read; fim.save(path) writes a file that nm.load reads."
         raise FileError(f"{path} is a pickle or an archive (torch.save), not a result. {advice}")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):

@@ -29,6 +29,7 @@ class Provenance:
     estimator: str  # the estimator as code, e.g. "Hutchinson(probes=1, ...)"
     target: str  # what it is right for: "exact", "unbiased", "biased (...)"
     likelihood: str = "Categorical"
+    unit: str = "sample"  # what is counted, and what "per-sample" means: "sequence" where outputs are [B, T, C]
     granularity: dict[str, str] = field(default_factory=dict)  # parameter: "sample", "batch", "sample, one by one"
     seeds: list[int] = field(default_factory=list)  # of the probes' noise; empty: nothing is random
     noise_factor: float = 1.0  # c with Var(g²) <= c E[g⁴] for one pass of the estimator; 1 holds for any
@@ -42,6 +43,7 @@ class Provenance:
     dtype: str = ""
     device: str = ""
     stopped: str = ""  # why a run ended before its data did
+    shift_labels: bool = False  # position t predicts token t + 1: labels and masks were shifted by one
     versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
     parts: int = 1  # how many runs have been added
     draws: list[list[int]] = field(default_factory=list)  # of each run: [seed, start, stop, step] of its batches
@@ -50,6 +52,11 @@ class Provenance:
     scale: float = 1.0  # what the result was multiplied by
     frozen: list[str] = field(default_factory=list)  # parameters that were left out because they are not trainable
     tied: dict[str, str] = field(default_factory=dict)  # other names of shared parameters: the name in the result
+
+    @property
+    def position(self) -> str:
+        """What a position of a sample is called: "token" in a sequence."""
+        return "token" if self.unit == "sequence" else "position"
 
     def plus(self, other: Provenance) -> Provenance:
         """The provenance of a sum over disjoint data; the two must have estimated the same thing in the same way."""
@@ -137,7 +144,7 @@ class Provenance:
         if selected and self.weights and other.weights and self.weights != other.weights:
             advice = f"{same} Are they from two steps of training?"
             raise ValueError(message("other", "a result of the same weights", "one of other weights", advice))
-        for name in ("likelihood", "estimator"):
+        for name in ("likelihood", "estimator", "shift_labels"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(message("other", f"a result with {name} {mine!r}", repr(theirs), same))

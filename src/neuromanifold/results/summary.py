@@ -109,7 +109,7 @@ def summarize(result: DiagonalFisher, title: str = "", most: int | None = None) 
     layers = grouped(names, lambda name: module_of(name) or name)
     groups = {f"c/{key}": group for key, group in parts.items()} | {f"l/{key}": group for key, group in layers.items()}
     groups |= {f"p/{name}": [name] for name in names} | {TOTAL: names}
-    divisor = result.count if result.reduction == "mean" and result.count else 1
+    divisor = result.divisor or 1
     ratio = result.provenance.noise_ratio
     found = {
         key: replace(one, noise=ratio * one.noise)

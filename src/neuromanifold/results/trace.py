@@ -15,12 +15,38 @@ from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 
 
+class Viewed:
+    """A sum over samples, and what it is divided by: the samples, or their positions, such as a sequence's tokens."""
+
+    count: int  # samples
+    positions: int  # output distributions
+    provenance: Provenance
+    reduction: Reduction
+
+    @property
+    def divisor(self) -> int:
+        """What the sums are divided by in this view."""
+        return {"mean": self.count, "sum": 1, "token": self.positions}[self.reduction]
+
+    @property
+    def unit(self) -> str:
+        """The view in words: "per sample", "per sequence", "per token", "summed over samples"."""
+        p = self.provenance
+        return {"mean": f"per {p.unit}", "sum": f"summed over {p.unit}s", "token": f"per {p.position}"}[self.reduction]
+
+    @property
+    def seen(self) -> str:
+        """How many samples there were, and how many positions if these are others."""
+        p, several = self.provenance, self.positions and self.positions != self.count
+        return f"{self.count:,} {p.unit}s" + (f", {self.positions:,} {p.position}s" if several else "")
+
+
 @dataclass(frozen=True)
-class TraceEstimate(Scalable):
+class TraceEstimate(Scalable, Viewed):
     """tr F with its standard error (of the probes' noise; the data are taken as given): what every `.trace` returns.
 
     What is stored is the sum over samples and their number; `reduction` chooses what `value` and `stderr` show, "mean"
-    (per sample) or "sum".  It converts to a float, and formats as one: f"{fim.trace:.3f}".
+    (per sample), "sum" or "token" (per position that counts).  It converts to a float, and formats as one: f"{fim.trace:.3f}".
     """
 
     sum: float  # over the samples
@@ -28,16 +54,17 @@ class TraceEstimate(Scalable):
     count: int  # samples
     provenance: Provenance
     reduction: Reduction = "mean"
+    positions: int = 0  # output distributions, such as tokens; 0: not known
 
     @property
     def value(self) -> float:
-        """tr F: per sample, or the sum over samples if `reduction` says so."""
-        return self.sum / self.count if self.reduction == "mean" else self.sum
+        """tr F: per sample, or what `reduction` says."""
+        return self.sum / self.divisor
 
     @property
     def stderr(self) -> float:
         """The standard error of `value`."""
-        return self.noise / self.count if self.reduction == "mean" else self.noise
+        return self.noise / self.divisor
 
     def __float__(self) -> float:
         return self.value
@@ -46,9 +73,8 @@ class TraceEstimate(Scalable):
         return format(self.value, spec) if spec else str(self)
 
     def __str__(self) -> str:
-        per = "per sample" if self.reduction == "mean" else "in all"
         error = f" ± {self.stderr:.2g} (standard error)" if self.noise else " (not random)"
-        return f"tr F = {self.value:.6g}{error} {per}; {self.count} samples, {self.provenance.estimator}"
+        return f"tr F = {self.value:.6g}{error} {self.unit}; {self.seen}, {self.provenance.estimator}"
 
     def __add__(self, other: TraceEstimate) -> TraceEstimate:
         if not isinstance(other, TraceEstimate):
@@ -61,6 +87,7 @@ class TraceEstimate(Scalable):
             noise=self.noise + other.noise if shared else math.hypot(self.noise, other.noise),
             count=self.count + other.count,
             provenance=provenance,
+            positions=self.positions + other.positions,
         )
 
     def _times(self, factor: float) -> TraceEstimate:
@@ -76,7 +103,6 @@ class TraceEstimate(Scalable):
 def trace_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> TraceEstimate:
     """The trace that `TraceEstimate.save` wrote."""
     del tensors
-    total, noise, count = float(head["sum"]), float(head["noise"]), int(head["count"])
-    return TraceEstimate(
-        total, noise, count, Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"])
-    )
+    total, noise, count, positions = (head.get(key, 0) for key in ("sum", "noise", "count", "positions"))
+    provenance, reduction = Provenance.from_dict(head["provenance"]), check_reduction(head["reduction"], tokens=True)
+    return TraceEstimate(float(total), float(noise), int(count), provenance, reduction, int(positions))

@@ -186,6 +186,7 @@ def identity_of(problem: Problem, settings: Settings, sums: object, shard: tuple
         "class_dim": problem.class_dim,
         "batch_dim": problem.batch_dim,
         "ignore_index": problem.ignore_index,
+        "shift_labels": problem.predicts_next,
         "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters.items()],
         "modules of the model": fingerprint(("", [(name, _without_addresses(str(kind))) for name, kind in modules])),
         "weights of the model": fingerprint(*model.named_parameters(), *model.named_buffers()),

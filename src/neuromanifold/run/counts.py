@@ -21,6 +21,7 @@ class Counts:
     passes: int = 0
     verified: int = 0  # batches whose per-sample gradients were compared with autograd's
     dtype: str = ""
+    unit: str = "sample"  # "sequence" where outputs are [B, T, C]
     stopped: str = ""
     methods: list[str] = field(default_factory=list)  # how each parameter was done
     first: str = ""  # a fingerprint of batch 0 of the data, whichever shard this is
@@ -35,6 +36,7 @@ class Counts:
         self.running_samples = self.running_samples + outputs.samples
         self.running_positions = self.running_positions + outputs.positions
         self.batches += 1
+        self.unit = "sequence" if outputs.logits.ndim == 3 else "sample"
         self.dtype = str(outputs.logits.dtype).removeprefix("torch.")
 
     def add_noise_shares(self, shares: tuple[float | Tensor, float | Tensor] | None) -> None:
@@ -59,4 +61,5 @@ class Counts:
 
     def progress(self, relative_error: float | None) -> RunProgress:
         """Return how far the run has come; waits for a GPU."""
-        return RunProgress(self.batches, int(self.running_samples), self.next, relative_error)
+        tokens = int(self.running_positions) if self.unit == "sequence" else 0
+        return RunProgress(self.batches, int(self.running_samples), self.next, relative_error, tokens)

@@ -14,6 +14,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
 from neuromanifold.problem.problem import Problem
@@ -52,6 +53,7 @@ def fisher_diagonal(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
     cuda_graphs: CudaGraphs = "auto",
     checkpoint: str | Path | Checkpoint | None = None,
     shard: tuple[int, int] | None = None,
@@ -62,12 +64,12 @@ def fisher_diagonal(
     Args:
         model: any module whose output is, holds or begins with logits; or a `function(parameters, *inputs)`, given
             its `parameters` as a dict of tensors.  Nothing of it is changed.
-        data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.  A label
-            belongs to the logits at its own position: labels of causal language models have to be shifted first.
+        data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.
         estimator: how; the default `nm.Hutchinson()` is unbiased in one backward pass for each batch.
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
         parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
-        reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
+        reduction: "mean" (per sample, which for [B, T, C] outputs is a sequence), "token" (per position that counts) or
+            "sum" (over samples): only a view, changed by `.mean`, `.per_token` and `.sum`.
         granularity: "sample" squares each sample's gradient, "batch" that of whole batches.  "auto": per sample
             wherever per-sample gradients pass their verification, in the same backward pass; the rest per batch where
             that is unbiased.
@@ -81,6 +83,9 @@ def fisher_diagonal(
             tensors with fewer than three dimensions it is the first.
         ignore_index: positions with this label do not count, nor samples without any other.
         label_key: where a batch that is a dict has its labels.
+        shift_labels: whether the logits at position t predict token t + 1, so that label t + 1 belongs to them, and
+            only positions with a next token count, whether there are labels or not.  "auto": for causal language models
+            of transformers, which shift labels themselves.  False: a label belongs to the logits at its own position.
         cuda_graphs: on a GPU, capture the work on a batch as CUDA graphs and replay it for batches of the same shapes:
             for models whose kernels finish faster than Python launches them.  "auto": wherever the model allows it,
             without a warning where it does not.
@@ -93,8 +98,10 @@ def fisher_diagonal(
 
     """
     estimator = _estimator(estimator, passes)
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
-    settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
+    settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
 
@@ -133,6 +140,7 @@ def fisher_trace(
     batch_dim: int = 0,
     ignore_index: int = -100,
     label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
     checkpoint: str | Path | Checkpoint | None = None,
     shard: tuple[int, int] | None = None,
     on_interrupt: OnInterrupt = "raise",
@@ -142,13 +150,15 @@ def fisher_trace(
     Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
     """
     estimator = _estimator(estimator, passes)
-    problem = Problem.of(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key)
-    settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction)
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
+    settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = _options(progress, shard, checkpoint, on_interrupt)
     sums = TraceSums(estimator.noise_factor)
     counts = _run(problem, settings, sums, options, rtol)
     provenance = make_provenance(problem, settings, counts, options.shard)
-    return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view)
+    return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view, counts.positions)
 
 
 def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
@@ -238,6 +248,7 @@ def make_provenance(
         estimator=repr(estimator),
         target=estimator.target,
         likelihood=getattr(problem.likelihood, "__name__", repr(problem.likelihood)),
+        unit=counts.unit,
         granularity=dict(zip(problem.parameters, counts.methods, strict=True)),
         seeds=[settings.seed] if estimator.noise_factor else [],
         noise_factor=estimator.noise_factor,
@@ -253,6 +264,7 @@ def make_provenance(
         dtype=counts.dtype,
         device=str(problem.device),
         stopped=counts.stopped,
+        shift_labels=problem.predicts_next,
         versions={"neuromanifold": __version__, "torch": str(torch.__version__)},
         weights=fingerprint(*problem.parameters.items(), most=_FINGERPRINTED),
         frozen=[plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad],

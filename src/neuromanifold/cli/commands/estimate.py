@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
 
 DEFAULT = "Hutchinson()"
-_PRINTED = ("trace", "estimator", "right for F", "samples", "batches", "ended")
+_PRINTED = ("trace", "estimator", "right for F", "samples", "labels", "batches", "ended")
 _INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
 
 
@@ -95,6 +96,7 @@ def estimate_command(
     entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
     check_destination(output, 8 * entries)
     data = setup.load_data(model, chosen.needs_labels, **run)
+    resumed, start = checkpoint is not None and checkpoint.exists(), time.monotonic()
     with progress_bar(data, not no_progress) as progress:
         result = fisher_diagonal(
             model.module,
@@ -107,10 +109,12 @@ def estimate_command(
             on_interrupt="return",
             **run,
         )
-    p = result.provenance
+    p, seconds = result.provenance, time.monotonic() - start
     result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
     result.save(output)
-    also: dict[str, object] = {"written": output}
+    done, unit = (result.positions, p.position) if p.unit == "sequence" else (result.count, p.unit)
+    also: dict[str, object] = {} if resumed else {"time": f"{seconds:.3g} s, {done / seconds:,.3g} {unit}s/s"}
+    also["written"] = output
     interrupted = p.stopped.startswith("interrupted")
     if checkpoint is not None and interrupted:
         also["to resume"] = f"run the same command again ({checkpoint})"
