@@ -31,6 +31,7 @@ STAGES = (
     "bounds",
     "diagnostics",
     "hf",
+    "uses",
     "report",
     "experiments",
     "cli",

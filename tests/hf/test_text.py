@@ -193,9 +193,13 @@ def test_prompts_of_a_causal_model_do_not_count(
     columns: tuple[str, str], options: dict[str, str], loaded: Callable[[str], LoadedModel], tmp_path: Path
 ) -> None:
     pairs = {columns[0]: ["the film ", "", "the film is very"], columns[1]: ["is good", "a story", "ly good"]}
-    (batch,) = batches(write_jsonl(tmp_path / "p.jsonl", {k: list(v) for k, v in pairs.items()}), loaded("causal"), **options)
-    shown = {tuple(ids[mask.bool()].tolist()): (labels != -100)[mask.bool()].tolist()
-             for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)}  # fmt: skip
+    (batch,) = batches(
+        write_jsonl(tmp_path / "p.jsonl", {k: list(v) for k, v in pairs.items()}), loaded("causal"), **options
+    )
+    shown = {
+        tuple(ids[mask.bool()].tolist()): (labels != -100)[mask.bool()].tolist()
+        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
+    }
     number = {word: i for i, word in enumerate([*SPECIAL, *WORDS, "##s", "##ly"])}
     assert shown == {
         tuple(number[word] for word in words.split()): counts

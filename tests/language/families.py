@@ -163,5 +163,9 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rto
     for name, value in expected.items():
         atol = max(rtol * float(value.max()), 1e-10 * largest)
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"  # type: ignore[misc]
+            found[name],
+            value,
+            rtol=0,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",  # type: ignore[misc]
         )

@@ -116,10 +116,9 @@ def test_padding_on_either_side_changes_nothing(family: str, side: str, labelled
     """Without labels, too: a position counts if it and the next one hold tokens."""
     model, lengths = CAUSAL[family](), (3, 5)
     ids = tokens(2, 5)
-    expected = reference(
-        model, [{"input_ids": row[None, :n]} for row, n in zip(ids, lengths, strict=True)], lambda i: range(lengths[i] - 1),
-        (chosen := [name for name, _ in model.named_parameters() if "norm" in name or "ln_" in name]),
-    )  # fmt: skip
+    chosen = [name for name, _ in model.named_parameters() if "norm" in name or "ln_" in name]
+    alone = [{"input_ids": row[None, :n]} for row, n in zip(ids, lengths, strict=True)]
+    expected = reference(model, alone, lambda i: range(lengths[i] - 1), chosen)
     padded, mask = torch.zeros_like(ids), torch.zeros_like(ids)
     for i, n in enumerate(lengths):
         place = slice(5 - n, None) if side == "left" else slice(n)

@@ -52,9 +52,9 @@ def test_traces_are_per_token_too(tmp_path: Path) -> None:
     assert "per token; 3 sequences, 9 tokens" in str(trace)
     trace.save(tmp_path / "trace.json")
     assert nm.load(tmp_path / "trace.json") == trace
-    with pytest.raises(ValueError, match="'mean' .per sample., 'token' .per position. or 'sum'"):
+    with pytest.raises(ValueError, match=r"'mean' .per sample., 'token' .per position. or 'sum'"):
         nm.fisher_trace(model, data, reduction="tokens")
-    with pytest.raises(ValueError, match="'mean' .per sample. or 'sum'"):
+    with pytest.raises(ValueError, match=r"'mean' .per sample. or 'sum'"):
         nm.fisher_matrix(model, data, reduction="token")
 
 

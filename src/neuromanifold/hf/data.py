@@ -168,7 +168,7 @@ def _collate(
     elif model.task is Task.AUDIO:
         encode = audio_encoder(model, max_length)
     else:
-        encode = text_encoder(model, labels, max_length, mask, seed, classes)
+        encode = text_encoder(model, max_length, mask, seed, classes)
 
     def collate(rows: list[int]) -> Batch:
         values = {role: table.take(column, rows) for role, column in chosen.items()}

@@ -52,9 +52,7 @@ def load_processor(model: LoadedModel, noun: str) -> Any:
         raise LoadError(f"No {noun} could be loaded from {model.processor} ({short(error)}). {advice}") from error
 
 
-def text_encoder(
-    model: LoadedModel, labels: bool | None, max_length: int | None, mask: float, seed: int, classes: LabelReader
-) -> Encode:
+def text_encoder(model: LoadedModel, max_length: int | None, mask: float, seed: int, classes: LabelReader) -> Encode:
     """Tokenize texts, pairs of texts or words for any of the text tasks; padded to the longest text of the batch."""
     tokenizer = _tokenizer(model)
     length = _max_tokens(tokenizer, model, max_length)

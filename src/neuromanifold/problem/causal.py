@@ -13,7 +13,8 @@ from neuromanifold.problem.model import base_model
 
 ShiftLabels = bool | Literal["auto"]
 
-# Classes of transformers whose loss compares the logits at position t with label t + 1.  XLNet, XLM and Flaubert do not.
+# Classes of transformers whose loss compares the logits at position t with label t + 1.
+# XLNet, XLM and Flaubert do not.
 _CAUSAL = re.compile(r"^(?!XLNet).*(ForCausalLM|(?<!With)LMHeadModel|ModelWithLMHead|ForConditionalGeneration)$")
 
 

@@ -46,7 +46,8 @@ class TraceEstimate(Scalable, Viewed):
     """tr F with its standard error (of the probes' noise; the data are taken as given): what every `.trace` returns.
 
     What is stored is the sum over samples and their number; `reduction` chooses what `value` and `stderr` show, "mean"
-    (per sample), "sum" or "token" (per position that counts).  It converts to a float, and formats as one: f"{fim.trace:.3f}".
+    (per sample), "sum" or "token" (per position that counts).  It converts to a float, and formats as one:
+    f"{fim.trace:.3f}".
     """
 
     sum: float  # over the samples

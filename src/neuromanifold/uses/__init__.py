@@ -1,0 +1,1 @@
+"""What people want a Fisher information for; one file for each use."""
