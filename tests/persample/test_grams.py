@@ -124,7 +124,7 @@ def test_memory_bounds_how_many_layers_are_done_at_once() -> None:
         reference = engine.reference(model(x))
         with engine.capturing():
             logits = model(x)
-        backward = engine.plan(logits, reference)
+        backward = engine.backward_of(logits, reference)
         assert backward is not None
         classes = ClassGradients(backward)
         for layers in (1, 2, 5):

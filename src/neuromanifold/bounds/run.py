@@ -161,6 +161,7 @@ class _Work:
                 self._take(batch)
                 self.counts.batches = self.counts.next = batch.number + 1
         self._validation.flush()
+        self.counts.synchronize()
         self.counts.methods, self.counts.verified = self._method.methods(), self._method.verified
         self.counts.passes = sum(passes for passes, _ in self.costs.values())
         if not self.counts.samples:
@@ -193,10 +194,7 @@ class _Work:
 
     def _add(self, outputs: Outputs, budget: int | None) -> None:
         """Add the distributions of a batch, or of a part of one, to terms and diagonals."""
-        self.counts.samples += int(outputs.samples)
-        self.counts.positions += int(outputs.positions)
-        self.counts.unit = "sequence" if outputs.logits.ndim == 3 else "sample"
-        self.counts.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+        self.counts.add(outputs)
         if not len(outputs.logits):
             return
         core, labels = self._core(outputs)

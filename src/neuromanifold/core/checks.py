@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from numbers import Real
 from typing import Literal, TypeVar
 
@@ -21,6 +23,14 @@ Reduction = Literal["mean", "sum", "token"]
 def message(argument: str, expected: str, got: str, advice: str = "") -> str:
     """One sentence for every error of the library."""
     return f"`{argument}` must be {expected}, got {got}." + (f" {advice}" if advice else "")
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the line of code that has called this library."""
+    frame, level, inside = sys._getframe(1), 2, ("neuromanifold.", "torch.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def float_tensor(value: object, argument: str) -> Tensor:

@@ -203,4 +203,4 @@ def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
     """Draw ±1 with even odds, [..., size]."""
     shape = (*core.batch_shape, size)
     bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
-    return (2 * bits - 1).to(core.dtype)
+    return bits.to(core.dtype).mul_(2).sub_(1)

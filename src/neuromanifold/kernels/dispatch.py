@@ -33,7 +33,7 @@ from neuromanifold.kernels.values import Accumulators, Deflated, Probe, Windows
 
 Backend = Literal["triton", "c"]
 
-_TRITON = (torch.float32, torch.bfloat16, torch.float16)
+_TRITON = {torch.float32, torch.bfloat16, torch.float16}
 _THIN = 8  # pairs of channels in a group up to which a product of matrices is not worth it
 _disabled: set[str] = set()
 
@@ -169,18 +169,18 @@ def disabled(*operations: str) -> Iterator[None]:
 def _backend(operation: str, *tensors: Tensor) -> Backend | None:
     """Return which kernels can take these tensors: Triton's on the current GPU, C's on a CPU, or none."""
     device, wanted = tensors[0].device, wanted_kernels()
-    if wanted == "0" or operation in _disabled or any(tensor.device != device for tensor in tensors):
+    if wanted == "0" or operation in _disabled or len({tensor.device for tensor in tensors}) > 1:
         return None
     if device.type == "cuda":
         works = device.index == torch.cuda.current_device() and _triton_works(device.index)  # it launches there
     else:
         works = device.type == "cpu" and wanted == "interpret" and find_spec("triton") is not None
     if works:
-        return "triton" if all(tensor.dtype in _TRITON for tensor in tensors) else None
+        return "triton" if {tensor.dtype for tensor in tensors} <= _TRITON else None
     if device.type != "cpu" or wanted != "1" or torch._C._len_torch_dispatch_stack():
         return None  # nobody may be recording torch's operations, among which C's are none
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return "c" if all(type(tensor) is Tensor and not wrapped(tensor) for tensor in tensors) else None
+    plain = {*map(type, tensors)} == {Tensor} and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    return "c" if plain else None
 
 
 def wanted_kernels() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from neuromanifold.core.checks import (
     message,
     promoted,
     random_seed,
+    warn,
 )
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
 from neuromanifold.operators.layout import ParameterLayout, V, Vector
@@ -165,7 +165,7 @@ class Metric(ABC):
         if worst > max(allowed, 1e3 * torch.finfo(self.precision).eps * float(found.values[0])):
             text = f"Eigenpairs: after {maxiter} iterations a residual is {worst:.2g}, more than {allowed:.2g}. "
             advice = "Use a larger maxiter, fewer pairs, or a larger tol."
-            warnings.warn(text + advice, NotConvergedWarning, stacklevel=2)
+            warn(text + advice, NotConvergedWarning)
         return found
 
     @property
@@ -246,7 +246,7 @@ class Metric(ABC):
             how = f"after {iterations} iterations of conjugate gradients" if iterations else "in closed form"
             advice = "Use more damping" + (", a larger maxiter" if iterations else "") + " or a larger tol."
             text = f"The residual is {residual:.2g} > {tol:.2g} {how}. {advice}"
-            warnings.warn(text, NotConvergedWarning, stacklevel=3)
+            warn(text, NotConvergedWarning)
         return Solution(x, residual, iterations)
 
     def _view(self, reduction: Reduction) -> Self:

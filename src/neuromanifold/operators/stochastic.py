@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import integer_in_range, one_of
+from neuromanifold.core.checks import integer_in_range, one_of, warn
 from neuromanifold.operators.krylov import Product, orthonormal, times
 
 Method = Literal["hutchinson", "hutch++"]
@@ -94,7 +93,7 @@ def warn_below_rounding(damping: float, largest: float, dtype: torch.dtype) -> N
     rounding = 10 * torch.finfo(dtype).eps * largest
     if 0 < damping < rounding:
         text = f"A damping of {damping:.2g} is less than rounding does to F, up to {rounding:.2g}. Use more damping"
-        warnings.warn(text + (" or float64." if dtype != torch.float64 else "."), stacklevel=4)
+        warn(text + (" or float64." if dtype != torch.float64 else "."))
 
 
 def sign_columns(like: Tensor, columns: int, generator: torch.Generator) -> Tensor:

@@ -48,7 +48,14 @@ class PerSampleBackward:
     ) -> None:
         """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros."""
         self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
-        self._edges = uses.edges(plan)
+        self._edges = [  # where gradients are asked for, besides the captured calls
+            (use, site, site.edge)
+            for use in uses.supported
+            if use.capture is None or plan.layouts[use.key].shared
+            for site in use.sites
+        ]
+        edges, remaining = [edge for *_, edge in self._edges], [parameters[i] for i in uses.remaining]
+        self._targets: list[Any] = [hooks.root, *edges, *remaining]
         self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
 
     def __call__(
@@ -75,7 +82,7 @@ class PerSampleBackward:
 
         self._waiting = {}
         with self._hooks.consumed_by(consume):
-            _, *found = _gradients(logits, self._targets(), cotangent, keep_graph)
+            _, *found = _gradients(logits, self._targets, cotangent, keep_graph)
         self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
         return self._by_number(self.uses.remaining, found[len(self._edges) :])
 
@@ -137,14 +144,9 @@ class PerSampleBackward:
         """Return whether a cotangent goes through the network without overflow; the graph is kept."""
         sums: list[Tensor] = []
         with self._hooks.consumed_by(lambda _, g: sums.append(g.float().sum())):
-            _, *found = _gradients(logits, self._targets(), cotangent)
+            _, *found = _gradients(logits, self._targets, cotangent)
         sums.extend(dense(g).float().sum() for g in found if g is not None)
         return all(bool(torch.isfinite(value)) for value in sums)
-
-    def _targets(self) -> list[Any]:
-        """Return what is differentiated: the captured calls, broadcast sites, and remaining parameters."""
-        edges = (edge for _, _, edge in self._edges)
-        return [self._hooks.root, *edges, *(self.parameters[i] for i in self.uses.remaining)]
 
     def _take(
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None

@@ -8,7 +8,7 @@ with engine.attached():
                 reference = engine.reference(model(batch))  ordinary autograd, no hooks
             with engine.capturing():
                 logits = model(batch)
-            backward = engine.plan(logits, reference)
+            backward = engine.backward_of(logits, reference)
             if backward is not None:                        else forward has to be repeated
                 break
         backward(logits, cotangent, accumulator, ...)       one backward pass (backward.py)
@@ -16,7 +16,6 @@ with engine.attached():
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.core.checks import warn
 from neuromanifold.kernels import dispatch
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.hooks import Hooks
@@ -104,7 +104,7 @@ class PerSampleGradients:
         self.hooks.release()
         self.excluded = frozenset(range(len(self.parameters)))
 
-    def plan(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
+    def backward_of(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
         """Return how to differentiate a captured forward pass; None if it has to be repeated.
 
         It has to if there is no plan yet for its kind and no reference was given, or if parameters were captured that
@@ -206,7 +206,7 @@ class PerSampleGradients:
         if self._late is not None and bool(self._late):
             text = "Gradients that were zero when per-sample gradients were verified came only with later batches, so "
             text += "that they could not be verified. To be sure, begin with a batch in which they are not zero."
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warn(text, RuntimeWarning)
 
 
 def _is_due(batch: int) -> bool:

@@ -199,14 +199,16 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     numbers = {node: number for number, node in enumerate(used_by)}
     parts = []
     for node in used_by:
-        name: str = node.name()
-        metadata, below = node._input_metadata, [(numbers.get(other), output) for other, output in node.next_functions]
-        arguments = [getattr(node, argument) for argument in _arguments_of(type(node))]  # type: ignore[arg-type]
+        name = node.name()
+        metadata = node._input_metadata
+        part = [name, tuple(metadata[0].shape) if metadata else ()]
+        part += [getattr(node, argument) for argument in _arguments_of(type(node))]  # type: ignore[arg-type]
         if name == "IndexBackward0":
-            arguments += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
+            part += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
         elif name == "ConstantPadNdBackward0":
-            arguments.append(shifted_dims(node))
-        parts.append((name, tuple(metadata[0].shape) if metadata else (), *arguments, *below))
+            part.append(shifted_dims(node))
+        part += [(numbers.get(below), output) for below, output in node.next_functions]
+        parts.append(tuple(part))
     return _canonical(samples, tuple(parts))
 
 

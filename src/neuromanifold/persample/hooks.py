@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn.utils import parametrize
 
 from neuromanifold.persample.rules import Place, Rule, find_rule, parametrized_places, parametrized_rule
@@ -40,10 +39,6 @@ class HookedModule:
     places: dict[str, Place]
     argument: str  # the name of the first argument
     detached: dict[str, Tensor] = field(default_factory=dict)  # what is in the originals' places during a call
-
-    def first(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return the first argument of a call, however it was passed."""
-        return args[0] if args else options.get(self.argument)
 
 
 @dataclass(eq=False, slots=True)
@@ -70,17 +65,18 @@ class CaptureGradient(torch.autograd.Function):
     """An identity whose backward captures the gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, output: Tensor, root: Tensor, consume: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, root: Tensor, hooks: Hooks, capture: Capture) -> Tensor:
         """Return another tensor with the same memory.  `root` is differentiated, so that backward always runs."""
         del root
-        ctx.consume = consume  # type: ignore[attr-defined]
+        ctx.hooks, ctx.capture = hooks, capture
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        """Call `consume` with the gradient, and return it."""
-        ctx.consume(g)
-        return g, None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        """Hand the gradient to whoever consumes it during this backward pass, and return it."""
+        if ctx.hooks.consume is not None:
+            ctx.hooks.consume(ctx.capture, g)
+        return g, None, None, None
 
 
 class Hooks:
@@ -102,7 +98,7 @@ class Hooks:
         self._excluded: frozenset[int] = frozenset()
         self._active = self._capturing = False
         self._calls: dict[int, int] = {}
-        self._consume: Consume | None = None
+        self.consume: Consume | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -112,7 +108,7 @@ class Hooks:
             for module in self._recurrent:
                 handles += _unfused(module)
             for owner in self.modules:
-                before, after = self._hooks_of(owner)
+                before, after = (functools.partial(hook, owner) for hook in (self._swap, self._capture))
                 handles.append(owner.module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(
                     owner.module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True)
@@ -146,11 +142,11 @@ class Hooks:
     @contextmanager
     def consumed_by(self, consume: Consume) -> Iterator[None]:
         """Call `consume` with each captured gradient during a backward pass."""
-        self._consume = consume
+        self.consume = consume
         try:
             yield
         finally:
-            self._consume = None
+            self.consume = None
             self.restore()
 
     def restore(self) -> None:
@@ -159,39 +155,31 @@ class Hooks:
             if owner.detached:
                 _put_back(owner)
 
-    def _hooks_of(self, owner: HookedModule) -> tuple[Callable[..., None], Callable[..., Tensor | None]]:
-        def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            del module
-            if self._active:
-                self._swap(owner, args, options)
-
-        def after(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: object) -> Tensor | None:
-            del module
-            swapped = _put_back(owner) if owner.detached else []
-            if not swapped or not isinstance(output, Tensor):
-                return None  # nothing was swapped, or the module has failed
-            return self._capture(owner, swapped, args, options, output)
-
-        return before, after
-
-    def _swap(self, owner: HookedModule, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Put detached parameters in place of those that are asked for and not excluded."""
-        if not torch.is_grad_enabled() or not _usable(owner.first(args, options)):
+    def _swap(self, owner: HookedModule, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Before a module runs: put detached parameters in place of those that are asked for and not excluded."""
+        x = args[0] if args else options.get(owner.argument)
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside of a transform such as vmap
+        if not self._active or not torch.is_grad_enabled() or not isinstance(x, Tensor) or wrapped(x):
             return
         for name, number in owner.parameters.items():
             held, key = owner.places[name]
-            if held is not owner.module._parameters and parametrize._cache_enabled:
+            if held is not module._parameters and parametrize._cache_enabled:
                 continue  # torch keeps the weight for others, who may want its gradient
             if number not in self._excluded and held.get(key) is owner.originals[name]:
                 held[key] = owner.detached[name] = owner.originals[name].detach()
 
     def _capture(
-        self, owner: HookedModule, swapped: list[str], args: tuple[Any, ...], options: dict[str, Any], output: Tensor
-    ) -> Tensor:
+        self, owner: HookedModule, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: object
+    ) -> Tensor | None:
+        """After a module has run: put its parameters back, and capture the call."""
+        del module
+        swapped = _put_back(owner) if owner.detached else []
+        if not swapped or not isinstance(output, Tensor):
+            return None  # nothing was swapped, or the module has failed
         wanted = owner.parameters
         if len(swapped) != len(wanted):
             wanted = {name: owner.parameters[name] for name in swapped}
-        x = owner.first(args, options)
+        x: Tensor = args[0] if args else options[owner.argument]
         named = {name: value for name, value in options.items() if name != owner.argument} if options else options
         version = None if x.is_inference() else x._version
         before = self._calls.get(owner.number, 0)
@@ -199,13 +187,9 @@ class Hooks:
         if self._capturing:
             self._calls[owner.number] = before + 1
             self.captures.append(capture)
-        through: Tensor = CaptureGradient.apply(output, self.root, lambda g: self._consume_gradient(capture, g))  # type: ignore[no-untyped-call]
+        through: Tensor = CaptureGradient.apply(output, self.root, self, capture)  # type: ignore[no-untyped-call]
         capture.node = through.grad_fn
         return through
-
-    def _consume_gradient(self, capture: Capture, g: Tensor) -> None:
-        if self._consume is not None:
-            self._consume(capture, g)
 
 
 def _hooked(number: int, module: nn.Module, numbers: dict[int, int]) -> HookedModule | None:
@@ -242,11 +226,6 @@ def _put_back(owner: HookedModule) -> list[str]:
 def _first_argument(forward: Callable[..., object]) -> str:
     _, first, *_ = *inspect.signature(forward).parameters, ""
     return first
-
-
-def _usable(x: object) -> bool:
-    """Whether an input can be kept: a tensor, and not one inside of a transform such as vmap."""
-    return isinstance(x, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _unfused(module: nn.RNNBase) -> list[Any]:

@@ -15,7 +15,6 @@ from itertools import islice, product
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.follow import SHARED, follow
 from neuromanifold.persample.gradients import Form
@@ -62,11 +61,13 @@ class Use:
         if layout.shared:
             x = x.expand(samples, *x.shape)
         else:
-            x, g = (layout.samples_first(t, samples) for t in (x, g))
+            x, g = layout.samples_first(x, samples), layout.samples_first(g, samples)
         module, wanted = capture.owner.module, frozenset(self.parameters)
         forms = capture.owner.rule.function(Call(module, x, capture.others, capture.options, g, wanted, validating))
-        if missing := [name for name in wanted if name not in forms]:
-            text = f"The rule of {type(module).__name__} gives nothing for {missing[0]!r}, which it is registered for."
+        if missing := wanted - forms.keys():
+            text = (
+                f"The rule of {type(module).__name__} gives nothing for {min(missing)!r}, which it is registered for."
+            )
             raise NotApplicableError(text)
         return {i: forms[name] for name, i in self.parameters.items()}
 
@@ -98,15 +99,6 @@ class Uses:
     def by_capture(self) -> dict[Capture, Use]:
         """The uses that are captured calls."""
         return {use.capture: use for use in self.supported if use.capture is not None}
-
-    def edges(self, plan: Plan) -> list[tuple[Use, BroadcastSite, GradientEdge]]:
-        """Return the places in the graph where gradients are asked for, besides the captured calls."""
-        return [
-            (use, site, site.edge)
-            for use in self.supported
-            if use.capture is None or plan.layouts[use.key].shared
-            for site in use.sites
-        ]
 
     def places(self) -> dict[Key, int]:
         """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""

@@ -151,8 +151,8 @@ class _Observations:
 
     def read(self) -> None:
         """Read the sizes of all that was captured."""
-        gradients, inputs = read_back([g for _, g, _ in self._unread]), read_back([x for *_, x in self._unread])
-        for (use, *_), size, scale in zip(self._unread, gradients, inputs, strict=True):
+        found = read_back([number for _, *numbers in self._unread for number in numbers])
+        for (use, *_), size, scale in zip(self._unread, found[::2], found[1::2], strict=True):
             if size != 0:
                 self.nonzero.add(use.key)
             for i in use.parameters.values():
@@ -173,21 +173,19 @@ class _Observations:
         for gradient in expected:
             if gradient is not None:
                 self._lower_precision(gradient)
-        differences = read_back(
-            [
-                _norm(gradient) if gradient is not None and i not in sums.differences else sums.differences.get(i)
-                for i, gradient in zip(chosen, expected, strict=True)
-            ]
-        )
-        sizes = read_back([sums.sizes.get(i) for i in chosen])
-        found = zip(chosen, expected, differences, sizes, strict=True)
-        return frozenset(i for i, wanted, difference, size in found if not self._agree(i, wanted, difference, size))
-
-    def _agree(self, i: int, expected: Tensor | None, difference: float, size: float) -> bool:
-        if math.isnan(size) and expected is not None:
-            return bool(expected.isnan().any())
-        rounding = _ROUNDING * self._precision * self._sizes.get(i, 0.0)
-        return difference <= self._tolerance * size + rounding
+        differences = [
+            _norm(gradient) if gradient is not None and i not in sums.differences else sums.differences.get(i)
+            for i, gradient in zip(chosen, expected, strict=True)
+        ]
+        found, wrong = read_back([*differences, *map(sums.sizes.get, chosen)]), set()
+        for i, gradient, difference, size in zip(chosen, expected, found, found[len(chosen) :], strict=False):
+            rounding = _ROUNDING * self._precision * self._sizes.get(i, 0.0)
+            agree = difference <= self._tolerance * size + rounding
+            if math.isnan(size) and gradient is not None:
+                agree = bool(gradient.isnan().any())
+            if not agree:
+                wrong.add(i)
+        return frozenset(wrong)
 
     def _lower_precision(self, values: Tensor) -> None:
         tolerance, precision = _TOLERANCE[values.dtype.to_real()], torch.finfo(values.dtype).eps

@@ -42,15 +42,17 @@ class Batch(NamedTuple):
                 return value.to(device, non_blocking=True)
             return value.to(device) if _moves_itself(value) else map_tensors(move, value, _moves_itself)
 
-        args, kwargs = tuple(map(move, self.args)), {key: move(value) for key, value in self.kwargs.items()}
-        return Batch(args, kwargs, None if self.labels is None else move(self.labels), self.number)
+        kwargs = {key: move(value) for key, value in self.kwargs.items()} if self.kwargs else {}
+        labels = None if self.labels is None else move(self.labels)
+        return Batch(tuple(map(move, self.args)), kwargs, labels, self.number)
 
     def copied(self) -> Batch:
         """Copy all tensors, arrays and objects that hold some: models may work in place on them, and are run twice."""
-        args = tuple(
-            _copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value, _is_object) for value in self.args
-        )
-        return self._replace(args=args, kwargs=map_tensors(_copy, self.kwargs, _is_object) if self.kwargs else {})
+
+        def copied(value: Any) -> Any:
+            return _copy(value) if isinstance(value, Tensor) else map_tensors(_copy, value, _is_object)
+
+        return self._replace(args=tuple(map(copied, self.args)), kwargs=copied(self.kwargs) if self.kwargs else {})
 
     def cut(self, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> Batch:
         """Some of its samples; tensors in which samples cannot be found stay as they are."""

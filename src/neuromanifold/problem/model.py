@@ -153,8 +153,10 @@ def with_decoder_inputs(
     batch: Batch, model: nn.Module, signature: inspect.Signature | None, ignore_index: int
 ) -> Batch:
     """The inputs of an encoder–decoder model's decoder, made from the labels where only these are given."""
-    labels, decodes = batch.labels, any(key.startswith("decoder_input") for key in batch.kwargs)
-    if decodes or labels is None or labels.ndim != 2 or labels.is_floating_point() or not batch.kwargs:
+    labels = batch.labels
+    if labels is None or labels.ndim != 2 or labels.is_floating_point() or not batch.kwargs:
+        return batch
+    if any(key.startswith("decoder_input") for key in batch.kwargs):
         return batch
     prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:

@@ -9,7 +9,6 @@ with problem.session():
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch, tensors_in
@@ -228,9 +227,9 @@ class Problem:
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
         notes = [suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index)]
         for note in filter(None, [*notes, suspicions.shift_note(self, batch, outputs)]):
-            warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
+            warn(note, suspicions.SuspiciousInputWarning)
         if note := suspicions.mixing_note(self, batch, outputs):
-            warnings.warn(note, suspicions.SamplesMixWarning, stacklevel=suspicions.callers_level())
+            warn(note, suspicions.SamplesMixWarning)
 
 
 def _check_embeddings(model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,14 +27,6 @@ class SuspiciousInputWarning(UserWarning):
 
 class SamplesMixWarning(SuspiciousInputWarning):
     """The logits of a sample change with the other samples of its batch."""
-
-
-def callers_level() -> int:
-    """The stack level, for a warning, of the code that has called this library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("neuromanifold.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def probabilities_note(core: Core) -> str:

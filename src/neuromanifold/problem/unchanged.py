@@ -111,13 +111,22 @@ def model_states(model: nn.Module) -> Callable[[], bool]:
     State is what a forward pass may carry over to the next one: buffers, and attributes of modules that are not torch's
     own, such as the hidden state of a recurrent network.  The function returns whether any of it had changed.
     """
-    modules, restore_random = list(model.modules()), random_states()
-    own = [module for module in modules if not type(module).__module__.startswith("torch.")]
-    kept: list[_Buffers | _Attributes] = [*map(_Buffers, modules), *map(_Attributes, own)]
+    restore_random, kept, empty = random_states(), list[_Buffers | _Attributes](), []
+    for module in model.modules():
+        if module._buffers:
+            kept.append(_Buffers(module))
+        else:
+            empty.append(module._buffers)
+        if not type(module).__module__.startswith("torch."):
+            kept.append(_Attributes(module))
 
     def restore() -> bool:
         restore_random()
         changed = [one.restore() for one in kept]
+        for buffers in empty:
+            if buffers:
+                changed.append(True)
+                buffers.clear()
         return any(changed)
 
     return restore

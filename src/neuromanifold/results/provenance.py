@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, warn
 from neuromanifold.problem.model import plain_name
 
 
@@ -132,7 +131,7 @@ class Provenance:
             return False
         text = "Both results were made with the same seed, so their noise is the same and their standard errors add."
         advice = " Give each part of the data a seed of its own, such as seed=rank, or run it as shard=(rank, ranks)."
-        warnings.warn(text + advice, stacklevel=4)
+        warn(text + advice)
         return True
 
     def check_like(self, other: Provenance) -> None:

@@ -10,7 +10,7 @@
     saved.write()                   at the end, and when Ctrl-C or the data end the run
 
 What there is to save between two batches: the sums, counts, and what has been found out about the model.  The noise of
-a batch depends on the seed and the batch's number alone (`noise.py`).
+a batch depends on the seed and the batch's number alone (`batch_seed`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import math
 import re
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from neuromanifold._version import __version__
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, warn
 from neuromanifold.persample.accumulate import StatefulSums
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
@@ -145,7 +143,7 @@ class CheckpointedRun:
             self._save()
         except (OSError, SafetensorError) as error:
             text = f"The checkpoint {self.path} could not be written ({error}): it is still that of an earlier batch. "
-            warnings.warn(text + "The run goes on.", stacklevel=callers_level())
+            warn(text + "The run goes on.")
             self._plan_next(0.0)
 
     def _save(self) -> None:

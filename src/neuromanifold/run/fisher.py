@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of
+from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.causal import ShiftLabels
@@ -19,7 +18,6 @@ from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
-from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.run.checkpoint import Checkpoint
@@ -227,7 +225,7 @@ def _run(
             counts.stopped = f"rtol {rtol:g} not reached: {found}"
             text = f"`rtol={rtol:g}` was not reached: {found}, when the data ended. Use more data, more probes "
             text += "(nm.Hutchinson(probes=4)), or a larger rtol."
-            warnings.warn(text, ToleranceNotReachedWarning, stacklevel=callers_level())
+            warn(text, ToleranceNotReachedWarning)
     return counts
 
 

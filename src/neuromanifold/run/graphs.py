@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from neuromanifold.core.checks import warn
 from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.validation import Found
 from neuromanifold.run.step import Step
 
@@ -175,12 +175,12 @@ class CapturedSteps:
     @contextmanager
     def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Found]]:
         """Postpone what is read back now and then; whether outputs are finite is given out."""
-        sums.capturing = True
+        sums.may_synchronize = False
         try:
             with self._step.method.without_synchronization(), self._step.validation.postponed() as found:
                 yield found
         finally:
-            sums.capturing = False
+            sums.may_synchronize = True
 
     def _watched(self, batch: Batch, sums: DiagonalSums) -> Outputs:
         """Run eagerly, without reading anything back; a model that waits for the device is not captured."""
@@ -276,7 +276,7 @@ class CapturedSteps:
         if self._wanted == "auto":
             return
         text = f"`cuda_graphs`: falls back to eager, because {' '.join(reason.split())[:_REASON]}"
-        warnings.warn(text, NotCapturedWarning, stacklevel=callers_level())
+        warn(text, NotCapturedWarning)
 
     def _raise_changed(self, where: str) -> None:
         text = f"`data`, {where}: the model does not compute what was captured of it before; it may depend on more "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.core.checks import message, one_of
+from neuromanifold.core.checks import message, one_of, warn
 from neuromanifold.estimators import Estimator, Exact, SquaredBatchGradient
 from neuromanifold.persample.accumulate import GradientSums, Pass
 from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
@@ -21,7 +20,6 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.suspicions import callers_level
 from neuromanifold.problem.unchanged import model_states
 
 Granularity = Literal["auto", "batch", "sample"]
@@ -284,7 +282,7 @@ class PerSample(Method):
         text += (
             "slow. Leave them out with `parameters`, write a rule (nm.rule), or use an estimator with random probes."
         )
-        warnings.warn(text, SlowPathWarning, stacklevel=callers_level())
+        warn(text, SlowPathWarning)
 
 
 def captured_forward(
@@ -314,7 +312,7 @@ def captured_forward(
                 raise
             engine.exclude_all()
         else:
-            backward = engine.plan(outputs.logits, reference)
+            backward = engine.backward_of(outputs.logits, reference)
             if backward is not None:
                 return outputs, backward
         if restore is not None:

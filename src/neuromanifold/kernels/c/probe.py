@@ -35,8 +35,8 @@ def call_deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
         return None
     logits, noise = logits.contiguous().resolve_neg(), noise.contiguous()  # in memory as they are
     u, left_out = torch.empty_like(logits), torch.empty(logits.shape[:-1], dtype=torch.bool, device="cpu")
-    pointers = (tensor.data_ptr() for tensor in (logits, noise, u, left_out))
-    job = _ProbeJob(*pointers, logits.shape[:-1].numel(), logits.shape[-1], logits.dtype == torch.float64)
+    pointers = map(Tensor.data_ptr, (logits, noise, u, left_out))
+    job = _ProbeJob(*pointers, left_out.numel(), logits.shape[-1], logits.dtype == torch.float64)
     if not kernel.probe(ctypes.byref(job), build.parallel(), threads):
         raise MemoryError("There is no memory for a row of logits.")
     return Deflated(u, left_out if job.skipped else None)

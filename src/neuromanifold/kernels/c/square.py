@@ -102,8 +102,8 @@ def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, wind
 def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     """Return whether everything is float32, and the sums contiguous."""
     sums = [to.squares] if to.fourths is None else [to.squares, to.fourths]
-    single = all(tensor.dtype == torch.float32 for tensor in (left, right, *sums))
-    return single and all(tensor.is_contiguous() for tensor in sums)
+    single = {tensor.dtype for tensor in (left, right, *sums)} == {torch.float32}
+    return single and all(map(Tensor.is_contiguous, sums))
 
 
 def _call(left: _Side, right: _Side, to: Accumulators, sizes: _ProductSizes, tables_of: Callable[[], _Tables]) -> bool:

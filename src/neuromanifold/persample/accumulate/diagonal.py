@@ -63,8 +63,8 @@ class DiagonalSums:
         self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
         self._takes = True  # fourth powers of this batch, also where they cost much
         self._changes = 0  # of units
-        self.capturing = False
-        """Whether a CUDA graph is being captured, so that nothing can be read back."""
+        self.may_synchronize = True
+        """Whether values on a GPU may be read: not while a CUDA graph is captured."""
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -80,7 +80,7 @@ class DiagonalSums:
             torch._foreach_addcmul_(squares, values, values)
             return
         look = self._look(values[0].device)
-        if look == "now" or not (self.capturing or all(self._units[i] for i in used)):
+        if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
             for i, size in zip(used, read_back(_root_mean_squares(values)), strict=True):
                 self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
@@ -114,7 +114,7 @@ class DiagonalSums:
             return
         self._taken[i] += form.samples
         look = self._look(form.device)
-        if look == "now" or not (self.capturing or self._units[i]):
+        if look == "now" or (self.may_synchronize and not self._units[i]):
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
@@ -127,7 +127,7 @@ class DiagonalSums:
         Reading a value back synchronizes a GPU: there all of them are read together, after the batch.
         """
         early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
-        if self.capturing or not (early or rare):
+        if not (self.may_synchronize and (early or rare)):
             return "never"
         return "later" if device.type == "cuda" else "now"
 

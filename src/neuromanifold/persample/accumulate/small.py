@@ -65,14 +65,16 @@ class SmallSums:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        if any(_tensor_version(entry.values) != entry.version for entry in waiting.values()):
-            text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
-            raise RuntimeError(text + "in place on what it is given, which autograd shares. Let it return a new one.")
-        columns = tuple((i, entry.values.shape[1:]) for i, entry in waiting.items())
-        gradients = [entry.values for entry in waiting.values()]
-        _, scale, noise, _ = next(iter(waiting.values()))
-        line = self._line(columns, gradients[0], bool(noise))
-        values = torch.cat([v.reshape(v.shape[0], v.shape[1:].numel()) for v in gradients], 1)  # [n, all]
+        columns, rows = [], []
+        for i, (values, scale, noise, version) in waiting.items():  # noqa: B007 (scale and noise are those of all)
+            if _tensor_version(values) != version:
+                text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
+                text += "in place on what it is given, which autograd shares. Let it return a new one."
+                raise RuntimeError(text)
+            columns.append((i, values.shape[1:]))
+            rows.append(values.reshape(values.shape[0], values.shape[1:].numel()))
+        line = self._line(tuple(columns), rows[0], bool(noise))
+        values = torch.cat(rows, 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         line.squares += squares.sum(0)
         if noise and line.fourths is not None:
@@ -87,12 +89,11 @@ class SmallSums:
                 ((i, value.shape),): _Line(value.flatten(), sums[i].flatten() if i in sums else None)
                 for i, value in squares.items()
             }
-        size = sum(shape.numel() for _, shape in columns)
         if columns not in self._lines:
-            self._lines[columns] = _Line(like.new_zeros(size))
+            self._lines[columns] = _Line(like.new_zeros(sum(shape.numel() for _, shape in columns)))
         line = self._lines[columns]
         if fourths and line.fourths is None:
-            line.fourths = like.new_zeros(size, dtype=torch.float64)
+            line.fourths = torch.zeros_like(line.squares, dtype=torch.float64)
         return line
 
     def forget(self) -> None:
@@ -141,9 +142,8 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
         return norms.square_()
-    first, *others = (
-        part.double().square().sum(0) for part in torch.split(values, max(1, _PART // max(1, values.shape[1])))
-    )
+    parts = torch.split(values, max(1, _PART // max(1, values.shape[1])))
+    first, *others = [part.double().square_().sum(0) for part in parts]
     return sum(others, first)
 
 

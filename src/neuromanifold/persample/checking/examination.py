@@ -137,7 +137,7 @@ class RuleExamination:
             while backward is None:
                 with engine.capturing():
                     logits = net(given)
-                backward = engine.plan(logits, reference)
+                backward = engine.backward_of(logits, reference)
             backward(logits, g, kept, Pass(), keep_graph=False)
             for i, name in enumerate(own):
                 if i in engine.remaining:

@@ -76,9 +76,8 @@ class Dense(Form):
     @classmethod
     def summed(cls, values: Tensor, dims: tuple[int, ...]) -> Dense:
         """Return the sum of values [n, ...] over dimensions, in float32 or better; those of size one are dropped."""
-        dtype = promoted(values.dtype)
-        alone = all(values.shape[dim] == 1 for dim in dims)
-        return cls(values.squeeze(dims).to(dtype) if alone else values.sum(dims, dtype=dtype))
+        dtype, alone = promoted(values.dtype), values.squeeze(dims)
+        return cls(alone.to(dtype) if alone.ndim == values.ndim - len(dims) else values.sum(dims, dtype=dtype))
 
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -142,8 +141,9 @@ class Product(Form):
         outs = self.shape.numel() // ins if ins else 0  # of all groups
         dtype, flat = to.squares.dtype, to.view(outs, ins)
         if self.single:
-            squares = (self.left[:, 0].to(dtype) * to.factor).square_()
-            add_product_of_squares(squares, None, self.right[:, 0].to(dtype), flat)
+            left, right = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
+            squares = left.square() if to.factor == 1.0 else (left * to.factor).square_()
+            add_product_of_squares(squares, None, right, flat)
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 

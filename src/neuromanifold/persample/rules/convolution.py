@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import mul
 
 import torch
 from torch import Tensor, nn
@@ -149,18 +150,15 @@ class Convolution(Form):
 
     def _product(self, start: int, stop: int) -> Product:
         """Return the same gradients with windows written out; those of a transposed one are of its output."""
-        slid, fixed = (side[start:stop] for side in self.slid_and_fixed)
+        slid, fixed = self.slid_and_fixed
+        slid, fixed = slid[start:stop], fixed[start:stop]
         n, m = slid.shape[:2]
         space = fixed.shape[3:]
         slid = _pad(slid.flatten(0, 1), self.padding)
         kernel, steps = self.shape[2:], slid.stride()
         windows = slid.as_strided(
             (n * m, slid.shape[1], *kernel, *space),
-            (
-                *steps[:2],
-                *(step * dilation for step, dilation in zip(steps[2:], self.dilation, strict=True)),
-                *(step * stride for step, stride in zip(steps[2:], self.stride, strict=True)),
-            ),
+            (*steps[:2], *map(mul, steps[2:], self.dilation), *map(mul, steps[2:], self.stride)),
         ).reshape(n, m, slid.shape[1] * kernel.numel(), space.numel())  # [n, m, c·k, t]
         left = fixed.flatten(3).transpose(2, 3).flatten(1, 2)  # [n, m·t, o]
         return Product(left, windows.transpose(2, 3).flatten(1, 2), self.shape)
@@ -178,7 +176,7 @@ def convolution(call: Call) -> dict[str, Form]:
     space = len(module.kernel_size)
     if call.g.ndim < space + 2:
         raise NotApplicableError("The input of the convolution is an image without a batch dimension.")
-    x, g = (_with_rows(t, space) for t in (call.x, call.g))  # [n, m, c, *space]
+    x, g = _with_rows(call.x, space), _with_rows(call.g, space)  # [n, m, c, *space]
     found: dict[str, Form] = {}
     if "weight" in call.wanted:
         x, padding = _padded(module, x)

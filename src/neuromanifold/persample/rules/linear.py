@@ -38,7 +38,4 @@ def hugging_face_conv1d(call: Call) -> dict[str, Form]:
 
 def positions(values: Tensor) -> Tensor:
     """Return [n, ..., d] as [n, t, d]; a tensor [n, d] has one position."""
-    if values.ndim == 3:
-        return values
-    count = values.shape[1:-1].numel()
-    return values.reshape(values.shape[0], count, values.shape[-1])
+    return values.unsqueeze(1) if values.ndim == 2 else values.flatten(1, -2)
