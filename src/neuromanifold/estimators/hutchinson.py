@@ -123,10 +123,10 @@ class Hutchinson(Estimator):
         """
         if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
             return None  # a likelihood or an estimator of the user's own
-        if self.noise != "rademacher" or self._together or self._eigenpairs > 1 or self.envelope is not None:
+        pairs = self._eigenpairs
+        if self.noise != "rademacher" or self._together or pairs > 1 or self.envelope is not None:
             return None
-        deflate = self._eigenpairs == 1
-        return dispatch.hutchinson_probes(core.given, self.probes, generator, counts, deflate=deflate)
+        return dispatch.hutchinson_probes(core.given, self.probes, generator, counts, deflate=pairs == 1)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.
@@ -146,11 +146,11 @@ class Hutchinson(Estimator):
         so cross terms of different passes are uncorrelated, and those of one pass have the variance 2 Σ_{x≠y} E[g_x²]
         E[g_y²], which is 2/3 of what they add to E[g⁴].
         """
+        if not self._together:
+            return [0.0 if alone and self._only_a_sign(core) else self.noise_factor] * self.probes
         passes = self.passes(core)
         if not alone:
             return [self.noise_factor] * passes
-        if not self._together:
-            return [0.0 if self._only_a_sign(core) else self.noise_factor] * passes
         if self.probes >= self._columns(core):
             return [0.0] * passes
         own = own_passes(core, self._eigenpairs, passes)

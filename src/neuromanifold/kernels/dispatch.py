@@ -103,7 +103,8 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
     """
     backend = _backend("add_squares_of_convolution", slid, fixed)
     if backend == "c":  # windows are read off the image, of whose dimensions m is one more
-        slid, fixed = (image.transpose(1, 2).to(to.squares.dtype) for image in (slid, fixed))
+        dtype = to.squares.dtype
+        slid, fixed = slid.transpose(1, 2).to(dtype), fixed.transpose(1, 2).to(dtype)
         kernel, stride, padding, dilation, groups = windows
         with_rows = Windows((1, *kernel), (1, *stride), (0, *padding), (1, *dilation), groups)
         return square.call_convolution_squares(slid, fixed, to, with_rows)

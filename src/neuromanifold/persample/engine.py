@@ -17,7 +17,7 @@ with engine.attached():
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -84,15 +84,12 @@ class PerSampleGradients:
         """Differentiate the logits of a forward pass without hooks; its graph is freed."""
         return Reference.of(logits, self.parameters)
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capturing(self) -> AbstractContextManager[None]:
         """Capture the calls of modules with a rule inside."""
-        self.hooks.release()
-        with self.hooks.capturing(self.excluded):
-            yield
+        return self.hooks.capturing(self.excluded)
 
     def release(self) -> None:
-        """Let go of the last forward pass: hooks do nothing until the next one is captured."""
+        """Release the last forward pass: hooks do nothing until the next one is captured."""
         self.hooks.release()
 
     def require_reference(self) -> None:
@@ -151,7 +148,7 @@ class PerSampleGradients:
         return [otherwise if i in self.remaining else "sample" for i in range(len(self.names))]
 
     def end_batch(self) -> None:
-        """Let go of the last forward pass."""
+        """Release the last forward pass, and count its batch."""
         self.hooks.release()
         self._batches += 1
 

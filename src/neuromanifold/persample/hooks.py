@@ -108,7 +108,7 @@ class Hooks:
             for module in self._recurrent:
                 handles += _unfused(module)
             for owner in self.modules:
-                before, after = (functools.partial(hook, owner) for hook in (self._swap, self._capture))
+                before, after = functools.partial(self._swap, owner), functools.partial(self._capture, owner)
                 handles.append(owner.module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(
                     owner.module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True)
@@ -124,7 +124,8 @@ class Hooks:
     @contextmanager
     def capturing(self, excluded: frozenset[int]) -> Iterator[None]:
         """Capture the calls inside; parameters with `excluded` numbers are left to autograd."""
-        self.captures, self._calls, self._excluded = [], {}, excluded
+        self.release()
+        self._calls, self._excluded = {}, excluded
         self.root = torch.empty(0, requires_grad=True)
         self._active = self._capturing = True
         try:

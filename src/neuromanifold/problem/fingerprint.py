@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+OF_A_BATCH = 2**13
+"""How many numbers of each tensor of a batch are looked at."""
+
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
 from neuromanifold.persample.accumulate import StatefulSums
-from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.problem import Problem
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
@@ -38,7 +38,6 @@ from neuromanifold.run.methods import Method
 from neuromanifold.run.step import Settings
 
 _SECONDS, _SHARE = 30.0, 1 / 20  # between two writes; of the time that may be spent on writing
-_LOOKED_AT = 2**13  # numbers of each tensor of a batch
 _COUNTS = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
 
 
@@ -128,7 +127,7 @@ class CheckpointedRun:
     def _with(self, item: object) -> str:
         """The fingerprint of all batches so far, and of one more."""
         before = self._begun[-1] if self._begun else self._done
-        return fingerprint(("before", before), ("batch", item), most=_LOOKED_AT)
+        return fingerprint(("before", before), ("batch", item), most=OF_A_BATCH)
 
     @property
     def is_due(self) -> bool:

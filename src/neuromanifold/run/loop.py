@@ -21,7 +21,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import GradientSums, StatefulSums
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.fingerprint import fingerprint
+from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer, Reporter
@@ -32,7 +32,6 @@ from neuromanifold.run.interrupts import Interrupts, OnInterrupt
 from neuromanifold.run.step import Settings, Step
 from neuromanifold.run.windows import AdaptiveSteps
 
-_FINGERPRINTED = 2**13  # numbers of each tensor of a batch
 CudaGraphs = bool | Literal["auto"]
 
 
@@ -99,7 +98,7 @@ def run(
             for window in windows(problem.items(progress=bar, description=options.description), settings.window):
                 number = window[-1][0]
                 if not window[0][0]:
-                    counts.first = fingerprint(("batch", window[0][1]), most=_FINGERPRINTED)
+                    counts.first = fingerprint(("batch", window[0][1]), most=OF_A_BATCH)
                 if window[0][0] // settings.window % shards != shard:
                     continue
                 window = [(n, item) for n, item in window if not (saved and saved.was_done(n, item))]

@@ -89,7 +89,7 @@ class Method(ABC):
         return nullcontext()
 
     def end_batch(self) -> None:  # noqa: B027 (nothing to do for most)
-        """Let go of the batch."""
+        """Release what is kept of the batch."""
 
     def verify_late(self, batch: Batch) -> None:
         """Verify gradients of this batch that the verification of an earlier one has not seen, if there are any."""

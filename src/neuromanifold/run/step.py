@@ -60,7 +60,7 @@ class Step:
         self.end_batch(batch)
 
     def end_batch(self, batch: Batch) -> None:
-        """Let go of a batch whose passes are done."""
+        """Release a batch whose passes are done, and verify what could not be verified before."""
         self.method.end_batch()
         self.method.verify_late(batch)
 

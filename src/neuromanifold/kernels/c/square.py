@@ -82,7 +82,8 @@ def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     (samples, groups, positions, rows), channels = left.shape, right.shape[3]
     sizes = _ProductSizes(samples, groups, positions, rows, channels, 1)
     strides = left.stride(2), right.stride(2), right.stride(3)
-    one, other = (_Side(side, side.stride(0), side.stride(1), side.stride(3)) for side in (left, right))
+    one = _Side(left, left.stride(0), left.stride(1), left.stride(3))
+    other = _Side(right, right.stride(0), right.stride(1), right.stride(3))
     return _call(one, other, to, sizes, lambda: _product_tables(positions, *strides))
 
 
