@@ -176,7 +176,8 @@ class Problem:
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
             advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
-        if outputs.labels is not None and self.likelihood is Categorical and can_be_asked(outputs.labels):
+        counted = self.likelihood is Categorical and (estimator is None or not estimator.needs_labels)  # else an error
+        if counted and outputs.labels is not None and can_be_asked(outputs.labels):
             self._inspect_labels(outputs, outputs.logits.shape[-1])
         return outputs
 
