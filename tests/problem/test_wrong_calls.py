@@ -249,7 +249,7 @@ def test_what_only_later_batches_show_is_warned_of(name: str, call: Callable[...
     if call is products and "ignored" in name:
         pytest.skip("an operator looks at the first two batches with samples")
     if call is bounds and "label" in name:  # bounds compare with the empirical matrix
-        wrong = pytest.raises(ValueError, match="Batch 2.*between 0 and 2, got labels from 1 to 255")
+        wrong = pytest.raises(ValueError, match=r"Batch 2.*between 0 and 2, got labels from 1 to 255")
         with pytest.warns(SuspiciousInputWarning, match=text), wrong:
             call(model, data)
         return
