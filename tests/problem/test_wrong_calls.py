@@ -191,6 +191,18 @@ WARNINGS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: evaluate(Calls(lambda layer, x: layer(x).softmax(-1)).bfloat16(), X.bfloat16()),
         "outputs are probabilities",
     ),
+    "a single row of probabilities": (
+        lambda: evaluate(Calls(lambda layer, x: layer(x).softmax(-1)), X[:1]),
+        "outputs are probabilities",
+    ),
+    "probabilities of single outputs": (
+        lambda: evaluate(Calls(lambda layer, x: layer(x).sigmoid()), TOKENS, likelihood=nm.Bernoulli),
+        "between 0 and 1.*last sigmoid",
+    ),
+    "positions first, as many as samples": (
+        lambda: evaluate(Calls(lambda layer, x: layer(x).transpose(0, 1)), TOKENS[:, :5]),
+        r"Without the last sample.*inputs' 4 samples in dimension 0.*Pass batch_dim=1",
+    ),
     "labels that are no class": (
         lambda: evaluate(LINEAR, (X, Y.where(Y > 0, 255))),
         r"between 0 and 2 or -100 \(ignore_index\), got 255 for 2 of 5 positions.*ignore_index=255",
@@ -209,9 +221,51 @@ def test_a_warning_says_what_is_assumed(name: str) -> None:
         call()
 
 
+SOFTMAX = Calls(lambda layer, x: layer(x).softmax(-1))
+CENTRED = Calls(lambda layer, x: layer(x - x.mean(0)) ** 2)
+NO_CLASS = r"between 0 and 2 or -100 \(ignore_index\), got 255"
+LATER: dict[str, tuple[nn.Module, list[Any], str]] = {  # what the first batch does not show
+    "probabilities, one by one": (SOFTMAX, [x[None] for x in X], "outputs are probabilities"),
+    "probabilities, after an empty batch": (SOFTMAX, [X[:0], X], "outputs are probabilities"),
+    "a label that is no class": (LINEAR, [(X, Y), (X, Y), (X, Y.where(Y > 0, 255))], NO_CLASS),
+    "mixed samples, after a single one": (CENTRED, [X[:1], X], "depends on how"),
+    "mixed samples, after an empty batch": (CENTRED, [X[:0], X], "depends on how"),
+    "mixed samples, after ignored ones": (CENTRED, [(X, torch.full_like(Y, -100)), (X, Y)], "depends on how"),
+}
+
+
+def products(model: nn.Module, data: list[Any]) -> object:
+    return nm.fisher_operator(model, data) @ torch.ones(15)
+
+
+def bounds(model: nn.Module, data: list[Any]) -> object:
+    return nm.fisher_bounds(model, data)
+
+
+@pytest.mark.parametrize("call", [nm.fisher_diagonal, nm.fisher_trace, products, bounds])
+@pytest.mark.parametrize("name", LATER)
+def test_what_only_later_batches_show_is_warned_of(name: str, call: Callable[..., object]) -> None:
+    model, data, text = LATER[name]
+    if call is products and "ignored" in name:
+        pytest.skip("an operator looks at the first two batches with samples")
+    if call is bounds and "label" in name:  # bounds compare with the empirical matrix
+        wrong = pytest.raises(ValueError, match=r"Batch 2.*between 0 and 2, got labels from 1 to 255")
+        with pytest.warns(SuspiciousInputWarning, match=text), wrong:
+            call(model, data)
+        return
+    with pytest.warns(SuspiciousInputWarning, match=text):
+        call(model, data)
+
+
+def test_labels_are_warned_of_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nm.fisher_diagonal(LINEAR, [(X, Y.where(Y > 0, 255))] * 3)
+    assert len([w for w in caught if "255" in str(w.message)]) == 1
+
+
 ACCEPTED: dict[str, tuple[Callable[[], Outputs], tuple[int, ...]]] = {
     "log-probabilities": (lambda: evaluate(Calls(lambda layer, x: layer(x).log_softmax(-1)), X), (5, 3)),
-    "a single row of probabilities": (lambda: evaluate(Calls(lambda layer, x: layer(x).softmax(-1)), X[:1]), (1, 3)),
     "class_dim": (lambda: evaluate(CLASSES_FIRST, (TOKENS, WORDS), class_dim=1), (5, 7, 3)),
     "batch_dim": (lambda: evaluate(LINEAR, (TOKENS.transpose(0, 1), WORDS.T), batch_dim=1), (5, 7, 3)),
     "two inputs and labels": (lambda: evaluate(TwoInputs(), ((X, X), Y)), (5, 3)),

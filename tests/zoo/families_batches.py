@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -148,3 +149,55 @@ def objects_overwritten(m: Maker) -> Case:
     rows = m.inputs(m.d)
     inputs: list[Any] = [(x.numpy() if how == "array" else Cloud(x.clone()), x.clone()) for x in rows]
     return m.case(run, inputs, parts(m))
+
+
+@kind
+def settings_for_the_time_of_a_call(m: Maker) -> Case:
+    """forward changes settings of a layer and puts them back before a rule can read them; in later batches only."""
+    how = m.pick("how", "dilation", "eps", "groups", "stride", "circular", "padding_idx", "statistics")
+    later = m.pick("later", True, False)
+
+    def run(n: Any, x: Tensor, i: Tensor) -> Tensor:
+        with changed(n, (1 if later else 0) < int(i)):
+            if how == "padding_idx":
+                z = n.layer((x > 0).long()).mean(2)
+            elif how in ("eps", "statistics"):
+                z = n.layer(n.a(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+            else:
+                z = n.layer(x.transpose(1, 2))
+        return n.h(torch.tanh(z if how in ("eps", "statistics") else z.mT).flatten(1)[:, : m.d])
+
+    @contextmanager
+    def changed(n: Any, active: bool) -> Iterator[None]:
+        settings = {
+            "dilation": {"dilation": (2,), "padding": (2,)},
+            "eps": {"eps": 0.5},
+            "groups": {"num_groups": 2},
+            "stride": {"stride": (2,)},
+            "circular": {"_reversed_padding_repeated_twice": [0, 2]},
+            "padding_idx": {"padding_idx": None},
+            "statistics": {"running_mean": n.mean},
+        }[how]
+        before = {name: getattr(n.layer, name) for name in settings}
+        for name, value in settings.items() if active else ():
+            setattr(n.layer, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(n.layer, name, value)
+
+    width, length = 2 * m.d, max(4, m.t)
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "eps": lambda: nn.LayerNorm(m.d),
+        "groups": lambda: nn.GroupNorm(1, width),
+        "padding_idx": lambda: nn.Embedding(2, m.d, padding_idx=0),
+        "statistics": lambda: nn.BatchNorm1d(m.d),
+        "circular": lambda: nn.Conv1d(width, m.d, 3, padding=1, padding_mode="circular"),
+    }
+    layer = layers.get(how, lambda: nn.Conv1d(width, m.d, 3, padding=1))()
+    features = m.d if how in ("eps", "statistics") else width
+    inputs = [(x, torch.tensor(i)) for i, x in enumerate(m.inputs(length, features))]
+    made = m.case(run, inputs, {"a": nn.Linear(m.d, m.d), "layer": layer, "h": m.head()})
+    made.model.register_buffer("mean", m.randn(m.d))
+    return made

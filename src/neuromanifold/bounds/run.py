@@ -151,6 +151,7 @@ class _Work:
         self._sums = {part: DiagonalSums(tensors, fourth_powers=False) for part in parts}
         self._method = PerSample(problem, settings.estimator, settings.granularity)
         self._validation = problem.validation()
+        self._inspected = False
         self._generator = torch.Generator(problem.device)
         self._passes = 0  # of Gram matrices and norms
 
@@ -172,8 +173,8 @@ class _Work:
     def _take(self, batch: Batch) -> None:
         """Add one batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
         outputs, budget = self._method.forward(batch), self.max_bytes
-        if not batch.number:
-            self.problem.inspect(batch, outputs)
+        if not self._inspected and batch.number & (batch.number - 1) == 0:
+            self._inspected = self.problem.inspect(batch, outputs)
         logits, gradients = outputs.logits.detach(), self._class_gradients(outputs.logits)
         available = gradients.ordinary if budget is None else budget
         samples = max(1, len(logits) * available // max(1, logits.shape[-1] * gradients.outputs))

@@ -336,6 +336,8 @@ def _padding_fixed(model: nn.Module) -> Iterator[None]:
     """Give padding rows of embeddings no tangent in forward mode, as backward passes give them no gradient."""
 
     def fix(module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if module.padding_idx is None:  # changed by the model itself
+            return output
         ids = args[0] if args else kwargs["input"]
         return torch.where((ids == module.padding_idx)[..., None], output.detach(), output)
 

@@ -161,18 +161,22 @@ class FisherOperator(Metric):
         return seen[0].samples if seen else 0
 
     def _choose_method(self) -> None:
-        """Choose the method for J v on the first batch that is not empty."""
+        """Choose the method for J v on the first batch that is not empty; a single sample says nothing of mixing."""
+        chosen = False
         with self.problem.session():
             for batch in self._batches.batches():
                 restore = model_states(self.problem.model)
                 outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
                 self._carries_state |= restore()
                 self.problem.distributions(outputs)
-                self.problem.inspect(batch, outputs)
-                if len(outputs.logits):
+                enough = self.problem.inspect(batch, outputs) or chosen
+                if len(outputs.logits) and not chosen:
                     self._jacobian.choose(lambda batch=batch: self._evaluate(batch))  # type: ignore[misc]
+                    chosen = True
+                if enough:
                     return
-        self._set_count(0)
+        if not chosen:
+            self._set_count(0)
 
     def _evaluate(self, batch: Batch) -> Outputs:
         return self.problem.evaluate(batch, self._estimator)

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from neuromanifold.persample.rules import Place, Rule, find_rule, parametrized_places, parametrized_rule
 
+_PLAIN = (int, float, str, tuple, list, type(None))
 Consume = Callable[["Capture", Tensor], None]
 """Takes a captured call and the gradient of its output, during a backward pass."""
 
@@ -38,7 +39,15 @@ class HookedModule:
     originals: dict[str, nn.Parameter]
     places: dict[str, Place]
     argument: str  # the name of the first argument
+    settings: tuple[str, ...]  # names of plain attributes, such as a stride, which rules read
     detached: dict[str, Tensor] = field(default_factory=dict)  # what is in the originals' places during a call
+
+    def state(self) -> list[object]:
+        """Return what a rule may read of the module besides its parameters; a buffer comes with its version."""
+        held, found = vars(self.module), list[object]()
+        for buffer in self.module._buffers.values():
+            found += () if buffer is None or buffer.is_inference() else (buffer, buffer._version)
+        return [*map(held.get, self.settings), *found]
 
 
 @dataclass(eq=False, slots=True)
@@ -52,13 +61,18 @@ class Capture:
     options: dict[str, Any]
     shape: torch.Size  # of the output
     version: int | None  # of x, which must not be changed in place afterwards
+    state: list[object]  # of the module during the call, which rules read only later
     key: tuple[int, int]  # the module's number, and how many of its calls came before in the same forward pass
     node: Any = None  # of the captured output in autograd's graph
 
     @property
     def overwritten(self) -> bool:
-        """Whether the input was changed in place after the call."""
-        return self.version is not None and self.x._version != self.version
+        """Whether the input was changed in place after the call, or the module has other settings or buffers now."""
+        now = self.owner.state()
+        same = len(now) == len(self.state) and all(
+            a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(now, self.state, strict=True)
+        )
+        return not same or (self.version is not None and self.x._version != self.version)
 
 
 class CaptureGradient(torch.autograd.Function):
@@ -184,7 +198,8 @@ class Hooks:
         named = {name: value for name, value in options.items() if name != owner.argument} if options else options
         version = None if x.is_inference() else x._version
         before = self._calls.get(owner.number, 0)
-        capture = Capture(owner, wanted, x, args[1:], named, output.shape, version, (owner.number, before))
+        key = (owner.number, before)
+        capture = Capture(owner, wanted, x, args[1:], named, output.shape, version, owner.state(), key)
         if self._capturing:
             self._calls[owner.number] = before + 1
             self.captures.append(capture)
@@ -208,7 +223,8 @@ def _hooked(number: int, module: nn.Module, numbers: dict[int, int]) -> HookedMo
     rule = (parametrized_rule if parametrized else find_rule)(module) if chosen else None
     if rule is None:
         return None
-    return HookedModule(number, module, rule, chosen, originals, places, _first_argument(type(module).forward))
+    plain = tuple(name for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training")
+    return HookedModule(number, module, rule, chosen, originals, places, _first_argument(type(module).forward), plain)
 
 
 def _put_back(owner: HookedModule) -> list[str]:

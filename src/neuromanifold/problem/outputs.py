@@ -71,6 +71,10 @@ class Outputs(NamedTuple):
         return values
 
 
+class SamplesElsewhereError(ValueError):
+    """The logits have the inputs' samples in another dimension than the one that was named."""
+
+
 def read_outputs(
     output: object,
     batch: Batch,
@@ -154,7 +158,7 @@ def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int)
         expected = f"of the inputs' {samples} samples in dimension {batch_dim}"
         advice = f"Pass batch_dim={meant[0]} if that dimension holds the samples." if meant else ""
         text = message("logits", expected, f"shape {list(logits.shape)}", advice)
-        raise ValueError(f"Batch {batch.number} of `data`: {text}")
+        raise SamplesElsewhereError(f"Batch {batch.number} of `data`: {text}")
 
 
 def _wrong_labels(labels: Tensor, logits: Tensor, given: Tensor, class_dim: int, batch_dim: int) -> str:
@@ -220,8 +224,12 @@ def _unless_all(valid: Tensor) -> Tensor | None:
 
     Samples without any position do not count.
     """
-    can_be_asked = valid.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
-    return None if can_be_asked and valid.numel() and bool(valid.all()) else valid
+    return None if can_be_asked(valid) and valid.numel() and bool(valid.all()) else valid
+
+
+def can_be_asked(values: Tensor) -> bool:
+    """Whether values can be read without waiting: those of a CPU, outside of modes that only look at shapes."""
+    return values.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
 def attention_mask(batch: Batch) -> Tensor | None:

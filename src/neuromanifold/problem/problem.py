@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Signature
 from typing import Any
@@ -36,7 +36,7 @@ from neuromanifold.problem.model import (
     select_parameters,
     with_decoder_inputs,
 )
-from neuromanifold.problem.outputs import Outputs, read_outputs
+from neuromanifold.problem.outputs import Outputs, can_be_asked, read_outputs
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.repeated import RepeatedBatches
 from neuromanifold.problem.unchanged import unchanged
@@ -56,6 +56,7 @@ class Problem:
     ignore_index: int = -100
     label_key: str = "labels"
     shift_labels: ShiftLabels = "auto"
+    warned: set[str] = field(default_factory=set)  # what has been warned of in this call
 
     @classmethod
     def of(
@@ -174,6 +175,9 @@ class Problem:
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
             advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
+        counted = self.likelihood is Categorical and (estimator is None or not estimator.needs_labels)  # else an error
+        if counted and outputs.labels is not None and can_be_asked(outputs.labels):
+            self._inspect_labels(outputs, outputs.logits.shape[-1])
         return outputs
 
     def outputs(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
@@ -217,19 +221,28 @@ class Problem:
             late.flush()
         return made
 
-    def inspect(self, batch: Batch, outputs: Outputs) -> None:
+    def inspect(self, batch: Batch, outputs: Outputs) -> bool:
         """Warn of outputs and labels that look wrong, and of samples that influence each other.
 
         For the first batch of a call, in a session: it takes forward passes of three samples, and waits for a GPU.
+        Returns whether the batch has at least two samples that count: else a later one has more to say.
         """
         if not len(outputs.logits):
-            return
+            return False
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
-        notes = [suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index)]
-        for note in filter(None, [*notes, suspicions.shift_note(self, batch, outputs)]):
+        self._inspect_labels(outputs, core.dim if isinstance(core, Categorical) else None)
+        found = suspicions.probabilities_note(core), suspicions.shift_note(self, batch, outputs)
+        for note in filter(None, [*found, suspicions.order_note(self, batch, outputs)]):
             warn(note, suspicions.SuspiciousInputWarning)
         if note := suspicions.mixing_note(self, batch, outputs):
             warn(note, suspicions.SamplesMixWarning)
+        return len(outputs.logits) > 1 and bool(outputs.samples > 1)
+
+    def _inspect_labels(self, outputs: Outputs, classes: int | None) -> None:
+        """Warn once of labels that look wrong: on a CPU, where looking costs nothing, they are those of every batch."""
+        if "labels" not in self.warned and (note := suspicions.labels_note(outputs, classes, self.ignore_index)):
+            self.warned.add("labels")
+            warn(note, suspicions.SuspiciousInputWarning)
 
 
 def _check_embeddings(model: nn.Module) -> None:

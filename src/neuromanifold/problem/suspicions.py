@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from neuromanifold.core import Categorical, Core
+from neuromanifold.core import Bernoulli, Categorical, Core
 from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
-from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.outputs import Outputs, SamplesElsewhereError
 from neuromanifold.problem.unchanged import model_states
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 # Differences that rounding may make, relative to the largest ordinary logit, by the least precise dtype involved.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+_MANY = 16  # numbers that are hardly all between 0 and 1 by chance
 
 
 class SuspiciousInputWarning(UserWarning):
@@ -30,36 +33,43 @@ class SamplesMixWarning(SuspiciousInputWarning):
 
 
 def probabilities_note(core: Core) -> str:
-    """A warning if the logits of a categorical distribution are probabilities, else "".
+    """A warning if the logits of a categorical or Bernoulli distribution are probabilities, else "".
 
     Log-probabilities are logits: they differ by a constant for each row, which the metric ignores.
     """
-    if not isinstance(core, Categorical) or core.batch_shape.numel() < 2:
-        return ""
-    rows = core.given.detach()
-    off = (rows.sum(-1, dtype=core.dtype) - 1).abs().amax()
-    if not bool((off <= 1e-5 + 4 * torch.finfo(rows.dtype).eps) & (rows.amin() >= 0)):  # NaN is none, either
-        return ""
-    text = (
-        "The model's outputs are probabilities: all are >= 0 and each row sums to one. They are taken for logits, of "
-    )
-    return text + "which a softmax is taken once more. Return what the model's last softmax is applied to, or its log."
+    if isinstance(core, Categorical) and core.batch_shape.numel():
+        rows = core.given.detach()
+        off = (rows.sum(-1, dtype=core.dtype) - 1).abs().amax()
+        if not bool((off <= 1e-5 + 4 * torch.finfo(rows.dtype).eps) & (rows.amin() >= 0)):  # NaN is none, either
+            return ""
+        text = "The model's outputs are probabilities: all are >= 0 and each row sums to one. They are taken for "
+        text += "logits, of which a softmax is taken once more. Return what the model's last softmax is applied to, "
+        return text + "or its log."
+    if isinstance(core, Bernoulli) and core.logits.numel() >= _MANY:
+        if not bool((core.logits >= 0).all() & (core.logits <= 1).all()):
+            return ""
+        text = "All of the model's outputs are between 0 and 1, as probabilities are. nm.Bernoulli takes them for "
+        return text + "logits. Return what the model's last sigmoid is applied to, unless these are logits by chance."
+    return ""
 
 
-def labels_note(core: Core, outputs: Outputs, ignore_index: int) -> str:
-    """A warning if some labels are no class, or mark single outputs to leave out, else ""."""
+def labels_note(outputs: Outputs, classes: int | None, ignore_index: int) -> str:
+    """A warning if some labels are none of the classes, or mark single outputs to leave out, else "".
+
+    `classes`: how many there are; None where labels are no classes.
+    """
     if outputs.labels is None or outputs.labels.is_floating_point():
         return ""
     labels = outputs.select(outputs.labels, compact=True)
     if labels.ndim > 1 and bool((labels == ignore_index).any()):
         text = f"{ignore_index} (ignore_index) is among the targets of several outputs: single outputs cannot be left "
         return text + "out, and all count."
-    if labels.ndim > 1 or not isinstance(core, Categorical):
+    if labels.ndim > 1 or classes is None:
         return ""
-    wrong = labels[(labels < 0) | (labels >= core.dim)]
+    wrong = labels[(labels < 0) | (labels >= classes)]
     if not len(wrong):
         return ""
-    text = f"`labels` must be between 0 and {core.dim - 1} or {ignore_index} (ignore_index), got {int(wrong[0])} for "
+    text = f"`labels` must be between 0 and {classes - 1} or {ignore_index} (ignore_index), got {int(wrong[0])} for "
     text += f"{len(wrong)} of {len(labels)} positions, which are counted. If that label marks positions to leave out, "
     return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
 
@@ -97,6 +107,27 @@ def shift_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
     here, there = ("t", "t + 1") if problem.predicts_next else ("t + 1", "t")
     text = f"The model's own loss compares label {here} with the logits at position t, and this run label {there}. "
     return text + f"Pass shift_labels={not problem.predicts_next} to do as the model does, or say that you mean it."
+
+
+def order_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
+    """A warning if the samples are in another dimension of the logits, which has the same size by chance, else "".
+
+    Asked of the model by a forward pass without the last sample, where the logits have two dimensions of that size.
+    """
+    samples, shape = len(outputs.logits), outputs.logits.shape
+    if samples < 2 or samples not in shape[1:-1]:
+        return ""
+    restore = model_states(problem.model)
+    try:
+        problem.outputs(batch.cut(samples, torch.arange(samples - 1), problem.batch_dim))
+    except SamplesElsewhereError as error:
+        text = f"Without the last sample of a batch, the logits have other sizes than {list(shape)}: {error} "
+        return text + "That both dimensions are as long in the whole batch hides it."
+    except Exception:  # whatever a model does with a batch that has been cut
+        return ""
+    finally:
+        restore()
+    return ""
 
 
 def mixing_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:

@@ -59,7 +59,7 @@ def run(
     """Go through the data once; `enough` may end it early by giving a reason."""
     options = options or LoopOptions()
     counts, (shard, shards), number, left = Counts(), options.shard, -1, 0
-    step = Step(problem, settings, sums)
+    step, inspected = Step(problem, settings, sums), False
     captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
     one_by_one = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
 
@@ -82,11 +82,12 @@ def run(
 
     def examine(batch: Batch, outputs: Outputs) -> None:
         """Count a batch, and warn of what looks wrong: in the first one, and when parameters turn out to be slow."""
-        nonlocal left
-        if not counts.batches or step.method.left_to_autograd > left:
-            problem.inspect(batch, outputs)
+        nonlocal left, inspected
+        some = counts.batches & (counts.batches - 1) == 0  # 0, 1, 2, 4, ...: these are enough
+        if (some and not inspected) or step.method.left_to_autograd > left:
+            inspected = problem.inspect(batch, outputs)
         left = step.method.left_to_autograd
-        if counts.batches & (counts.batches - 1) == 0:  # 0, 1, 2, 4, ...: some are enough
+        if some:
             core = problem.distributions(outputs, labels=False).core
             counts.add_noise_shares(settings.estimator.noise_shares(core))
         counts.add(outputs)
