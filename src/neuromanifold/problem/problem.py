@@ -26,7 +26,7 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch, tensors_in
-from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels
+from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels, virtual_tokens
 from neuromanifold.problem.model import (
     Selection,
     as_module,
@@ -109,6 +109,10 @@ class Problem:
         return shifts_labels(self.model) if self.shift_labels == "auto" else self.shift_labels
 
     @cached_property
+    def _virtual_tokens(self) -> int:
+        return virtual_tokens(self.model)
+
+    @cached_property
     def _argument(self) -> str | None:
         return only_argument(self._signature)
 
@@ -173,7 +177,8 @@ class Problem:
         output = call(self.model, inputs, self._signature, self.label_key)
         outputs = self._read_outputs(output, batch, self.class_dim)
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
-            advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
+            advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward, or for adapters "
+            advice += "that are merged into frozen weights (unmerge them)."
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
         return outputs
 
@@ -197,8 +202,8 @@ class Problem:
         return self._read_outputs(logits, batch, -1)
 
     def _read_outputs(self, output: object, batch: Batch, class_dim: int) -> Outputs:
-        scalar = self.likelihood is not Categorical
-        return read_outputs(output, batch, class_dim, self.ignore_index, self.batch_dim, scalar, self.predicts_next)
+        scalar, shift, virtual = self.likelihood is not Categorical, self.predicts_next, self._virtual_tokens
+        return read_outputs(output, batch, class_dim, self.ignore_index, self.batch_dim, scalar, shift, virtual)
 
     def validation(self) -> LateValidation:
         """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
@@ -227,7 +232,8 @@ class Problem:
             return
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
         notes = [suspicions.probabilities_note(core), suspicions.labels_note(core, outputs, self.ignore_index)]
-        for note in filter(None, [*notes, suspicions.shift_note(self, batch, outputs)]):
+        notes.append(suspicions.token_labels_note(self, batch) or suspicions.shift_note(self, batch, outputs))
+        for note in filter(None, notes):
             warnings.warn(note, suspicions.SuspiciousInputWarning, stacklevel=suspicions.callers_level())
         if note := suspicions.mixing_note(self, batch, outputs):
             warnings.warn(note, suspicions.SamplesMixWarning, stacklevel=suspicions.callers_level())
