@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -142,8 +143,11 @@ class Product(Form):
         outs = self.shape.numel() // ins if ins else 0  # of all groups
         dtype, flat = to.squares.dtype, to.view(outs, ins)
         if self.single:
-            squares = (self.left[:, 0].to(dtype) * to.factor).square_()
-            add_product_of_squares(squares, None, self.right[:, 0].to(dtype), flat)
+            step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
+            rounds = max(self.left.dtype.itemsize, self.right.dtype.itemsize) < 4
+            for start, stop in ranges(self.samples, step):
+                squares = (self.left[start:stop, 0].to(dtype) * to.factor).square_()
+                add_product_of_squares(squares, None, self.right[start:stop, 0].to(dtype), flat, rounds)
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 
@@ -301,13 +305,33 @@ class SquaredProduct(Form):
         add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
 
 
-def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:
-    """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
+def add_product_of_squares(
+    left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators, rounds: bool = False
+) -> None:
+    """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents.
+
+    `rounds`: a GPU may round the factors to TF32, since they come from 16 bits.  All terms are positive, so that the
+    sums are as exact as the factors.
+    """
     right2 = right.square()
-    to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
-    if to.fourths is not None:
-        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
-        to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
+    with _tf32(rounds and right.is_cuda):
+        to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
+        if to.fourths is not None:
+            left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
+            to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
+
+
+@contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """Let a GPU round the factors of float32 products while inside, if wanted."""
+    before = torch.backends.cuda.matmul.allow_tf32 if wanted else True
+    if not before:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        if not before:
+            torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:
