@@ -262,7 +262,7 @@ def _with_adapter(module: nn.Module, adapter: str) -> nn.Module:
         prompt = peft.PeftConfig.from_pretrained(adapter).is_prompt_learning  # these cannot be loaded to be trained
         adapted: nn.Module = peft.PeftModel.from_pretrained(module, adapter, is_trainable=not prompt)
         if prompt:
-            for config in adapted.peft_config.values():  # type: ignore[union-attr, operator]
+            for config in adapted.peft_config.values():  # type: ignore[operator]
                 config.inference_mode = False  # in which the prompt would be a constant
             for parameter in adapted.prompt_encoder.parameters():  # type: ignore[union-attr]
                 parameter.requires_grad_()
