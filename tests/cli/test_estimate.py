@@ -15,7 +15,7 @@ import neuromanifold as nm
 from neuromanifold.hf import load_data, load_model
 from neuromanifold.reference.network import reference_diagonal
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
-from tests.hf.tiny import save_adapter
+from tests.hf.tiny import save_adapter, sentences, write_jsonl
 
 KINDS = ("text", "decoder text", "pairs", "tokens", "masked", "causal", "image", "audio")
 
