@@ -243,7 +243,7 @@ def test_what_has_no_next_position_cannot_be_shifted() -> None:
     with pytest.raises(ValueError, match="`shift_labels` must be False for logits that are not"):
         nm.fisher_diagonal(nn.Linear(3, 4), [torch.randn(2, 3)], shift_labels=True)
     batch = {"input_ids": tokens(2, 5), "labels": tokens(2, 5), "logits_to_keep": 3}
-    with pytest.raises(ValueError, match="the last positions alone .logits_to_keep., give the labels of these"):
+    with pytest.raises(ValueError, match=r"the last positions alone .logits_to_keep., give the labels of these"):
         nm.fisher_diagonal(llama(), [batch])
 
 
