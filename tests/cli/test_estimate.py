@@ -15,7 +15,7 @@ import neuromanifold as nm
 from neuromanifold.hf import load_data, load_model
 from neuromanifold.reference.network import reference_diagonal
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
-from tests.hf.tiny import save_adapter
+from tests.hf.tiny import save_adapter, sentences, write_jsonl
 
 KINDS = ("text", "decoder text", "pairs", "tokens", "masked", "causal", "image", "audio")
 
@@ -341,3 +341,28 @@ def test_the_help_names_every_option_with_its_default() -> None:
                    "--shard"):  # fmt: skip
         assert option in said
     assert "Hutchinson()" in said
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "prompt"])
+def test_an_adapter_of_a_causal_model_from_table_to_page(kind: str, folder: Folder, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs neuromanifold[peft]")
+    loaded = load_model(str(folder("causal")), device="cpu")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    adapted = peft.get_peft_model(loaded.module, lora if kind == "LoRA" else prompt)
+    adapted.save_pretrained(tmp_path / "adapter")
+    words = sentences(6)
+    rows = {"prompt": [f"{words[-1]} "] * 5, "completion": list(words[:5])}
+    path, out = write_jsonl(tmp_path / "x.jsonl", rows), tmp_path / "f.safetensors"
+    options = ["--adapter", tmp_path / "adapter", "--task", "causal", "--data", path, "-e", "Exact"]
+    said = good("estimate", "--model", folder("causal"), *options, "-o", out)
+    assert "5 sequences, " in said
+    assert "shifted by one" in said
+    found = nm.load(out)
+    assert isinstance(found, nm.DiagonalFisher)
+    assert set(found) == {name for name, value in adapted.named_parameters() if value.requires_grad}
+    expected = nm.fisher_diagonal(adapted, load_data(str(path), loaded, labels=False), nm.Exact())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
+    good("report", out, "-o", tmp_path / "f.html")
+    assert "per sequence" in (tmp_path / "f.html").read_text()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="needs neuromanifold[hf]")
 
 VOCABULARY = 11
-_LLAMA = {
+LLAMA = {
     "vocab_size": VOCABULARY,
     "hidden_size": 8,
     "intermediate_size": 12,
@@ -22,9 +22,9 @@ _LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_MOE = {**_LLAMA, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 6, "num_experts_per_tok": 2}
-_LOOP = {"experts_implementation": "eager"}  # a loop over experts; the default takes no float64
-_BERT = {
+MOE = {**LLAMA, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 6, "num_experts_per_tok": 2}
+LOOP = {"experts_implementation": "eager"}  # a loop over experts; the default takes no float64
+BERT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 8,
     "intermediate_size": 12,
@@ -32,7 +32,7 @@ _BERT = {
     "num_attention_heads": 2,
     "max_position_embeddings": 32,
 }
-_BART = {
+BART = {
     "vocab_size": VOCABULARY,
     "d_model": 8,
     "encoder_layers": 1,
@@ -43,7 +43,7 @@ _BART = {
     "decoder_ffn_dim": 12,
     "max_position_embeddings": 32,
 }
-_T5 = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+T5 = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 
 
 def make(family: str, config: str, settings: dict[str, Any], **more: Any) -> nn.Module:
@@ -65,43 +65,43 @@ def gpt2(**more: Any) -> nn.Module:
 
 def llama(**more: Any) -> nn.Module:
     """Grouped queries, rotary positions, RMS norms."""
-    return make("LlamaForCausalLM", "LlamaConfig", _LLAMA, **more)
+    return make("LlamaForCausalLM", "LlamaConfig", LLAMA, **more)
 
 
 def qwen2(**more: Any) -> nn.Module:
     """Biases of queries, keys and values; tied embeddings."""
-    return make("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, tie_word_embeddings=True, **more)
+    return make("Qwen2ForCausalLM", "Qwen2Config", LLAMA, tie_word_embeddings=True, **more)
 
 
 def qwen2_moe(**more: Any) -> nn.Module:
     """Four routed experts, two for each token, and a shared one."""
-    return make("Qwen2MoeForCausalLM", "Qwen2MoeConfig", _MOE, num_experts=4, **{**_LOOP, **more})
+    return make("Qwen2MoeForCausalLM", "Qwen2MoeConfig", MOE, num_experts=4, **{**LOOP, **more})
 
 
 def mixtral(**more: Any) -> nn.Module:
     """Three routed experts, two for each token."""
-    sizes = {**_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2}
-    return make("MixtralForCausalLM", "MixtralConfig", sizes, **{**_LOOP, **more})
+    sizes = {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2}
+    return make("MixtralForCausalLM", "MixtralConfig", sizes, **{**LOOP, **more})
 
 
 def bart_decoder() -> nn.Module:
     """A decoder whose inputs are labels shifted already."""
-    return make("BartForCausalLM", "BartConfig", _BART)
+    return make("BartForCausalLM", "BartConfig", BART)
 
 
 def t5() -> nn.Module:
     """Encoder and decoder, whose inputs are made from labels."""
-    return make("T5ForConditionalGeneration", "T5Config", _T5, decoder_start_token_id=0, pad_token_id=0)
+    return make("T5ForConditionalGeneration", "T5Config", T5, decoder_start_token_id=0, pad_token_id=0)
 
 
 def bert_masked() -> nn.Module:
     """Predicts masked tokens; tied embeddings."""
-    return make("BertForMaskedLM", "BertConfig", _BERT)
+    return make("BertForMaskedLM", "BertConfig", BERT)
 
 
 def bert_tokens() -> nn.Module:
     """A class for each token."""
-    return make("BertForTokenClassification", "BertConfig", _BERT, num_labels=3)
+    return make("BertForTokenClassification", "BertConfig", BERT, num_labels=3)
 
 
 CAUSAL: dict[str, Callable[..., nn.Module]] = {

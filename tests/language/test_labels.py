@@ -223,3 +223,33 @@ def test_results_with_and_without_shift_do_not_add(tmp_path: Path) -> None:
     assert "predicts" not in str(b)
     with pytest.raises(ValueError, match="shift_labels"):
         a + b
+
+
+def test_labels_that_are_shifted_already_are_noticed() -> None:
+    """The model's own loss would shift them once more, too."""
+    model, ids = gpt2(), tokens(2, 5)
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
+    with pytest.warns(nm.SuspiciousInputWarning, match="shifted already: label t is token"):
+        nm.fisher_diagonal(model, [{"input_ids": ids, "labels": shifted}], parameters="*ln_f*")
+    with pytest.warns(nm.SuspiciousInputWarning, match="predicts the next token, pass shift_labels=True"):
+        nm.fisher_diagonal(NextToken(), [(ids, ids)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", nm.SuspiciousInputWarning)
+        nm.fisher_diagonal(NextToken(), [(ids, ids)], shift_labels=True)
+        nm.fisher_diagonal(NextToken(), [(ids, ids)], shift_labels=False)
+
+
+def test_what_has_no_next_position_cannot_be_shifted() -> None:
+    with pytest.raises(ValueError, match="`shift_labels` must be False for logits that are not"):
+        nm.fisher_diagonal(nn.Linear(3, 4), [torch.randn(2, 3)], shift_labels=True)
+    batch = {"input_ids": tokens(2, 5), "labels": tokens(2, 5), "logits_to_keep": 3}
+    with pytest.raises(ValueError, match=r"the last positions alone .logits_to_keep., give the labels of these"):
+        nm.fisher_diagonal(llama(), [batch])
+
+
+def test_a_sequence_without_labels_does_not_count() -> None:
+    model, ids = llama(), tokens(3, 4)
+    labels = labels_of(ids, 0, 4, 0)
+    found = nm.fisher_diagonal(model, [{"input_ids": ids, "labels": labels}], nm.Exact(), reduction="sum")
+    assert_same(found, reference(model, singles_without_labels(ids[[0, 2]]), lambda _: range(3)))
+    assert found.count == 2

@@ -259,7 +259,13 @@ def _with_adapter(module: nn.Module, adapter: str) -> nn.Module:
     """Return the model with its PEFT adapter; only the adapter's parameters are trainable."""
     peft = require("peft", "peft", "An adapter")
     try:
-        adapted: nn.Module = peft.PeftModel.from_pretrained(module, adapter, is_trainable=True)
+        prompt = peft.PeftConfig.from_pretrained(adapter).is_prompt_learning  # these cannot be loaded to be trained
+        adapted: nn.Module = peft.PeftModel.from_pretrained(module, adapter, is_trainable=not prompt)
+        if prompt:
+            for config in adapted.peft_config.values():  # type: ignore[operator]
+                config.inference_mode = False  # in which the prompt would be a constant
+            for parameter in adapted.prompt_encoder.parameters():  # type: ignore[union-attr]
+                parameter.requires_grad_()
     except (ValueError, RuntimeError) as error:
         advice = "Is it made for this model? With a classifier of its own it needs --classes N as in its training."
         got = f"{adapter} ({short(error)})"

@@ -21,7 +21,7 @@ from neuromanifold.persample.accumulate.base import Pass, TakesForms
 from neuromanifold.persample.gradients import Form, add
 from neuromanifold.persample.graph import BroadcastSite, Layout
 from neuromanifold.persample.hooks import Capture, Hooks
-from neuromanifold.persample.plan import Plan, Use, Uses
+from neuromanifold.persample.plan import Key, Plan, Use, Uses
 
 
 class VerificationObserver(Protocol):
@@ -44,10 +44,20 @@ class PerSampleBackward:
     """Backward passes through one forward pass whose calls were captured."""
 
     def __init__(
-        self, hooks: Hooks, parameters: list[nn.Parameter], uses: Uses, plan: Plan, late: Tensor | None = None
+        self,
+        hooks: Hooks,
+        parameters: list[nn.Parameter],
+        uses: Uses,
+        plan: Plan,
+        late: Tensor | None = None,
+        tokens: frozenset[Key] = frozenset(),
     ) -> None:
-        """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros."""
+        """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros.
+
+        `tokens`: uses whose gradients are given for each position of each sample (`tokens.py`).
+        """
         self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
+        self._tokens = tokens
         self._edges = [  # where gradients are asked for, besides the captured calls
             (use, site, site.edge)
             for use in uses.supported
@@ -85,6 +95,20 @@ class PerSampleBackward:
             _, *found = _gradients(logits, self._targets, cotangent, keep_graph)
         self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
         return self._by_number(self.uses.remaining, found[len(self._edges) :])
+
+    def with_tokens(self, tokens: frozenset[Key]) -> PerSampleBackward:
+        """Return the same with gradients of each position for these uses."""
+        return PerSampleBackward(self._hooks, self.parameters, self.uses, self.plan, self._late, tokens)
+
+    @property
+    def by_token(self) -> frozenset[int]:
+        """Parameters whose gradients are given for each position."""
+        return frozenset(i for use in self.uses.supported if use.key in self._tokens for i in use.parameters.values())
+
+    @property
+    def all_by_token(self) -> bool:
+        """Whether the gradients of all parameters are."""
+        return not self.uses.remaining and self.by_token == self.uses.counts.keys()
 
     def how_many_at_once(self, logits: Tensor, count: int) -> int:
         """Return how many of `count` cotangents to send back in one pass: one, unless all uses are captured calls."""
@@ -153,6 +177,8 @@ class PerSampleBackward:
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
         forms = self._forms(use, g, layout, observer)
+        if use.key in self._tokens:
+            made_by = made_by._replace(sample_noise=made_by.token_noise)
         for i, form in forms.items():
             uses = self.uses.counts[i]
             if uses == 1:
@@ -168,7 +194,7 @@ class PerSampleBackward:
         if observer is None:
             if self._late is not None and use.key in self.plan.unverified:
                 self._late.logical_or_((g != 0).any().to(self._late.device))
-            return use.forms(g, self.uses.samples, layout)
+            return use.forms(g, self.uses.samples, layout, tokens=use.key in self._tokens)
         observer.captured(use, g)
         try:
             return use.forms(g, self.uses.samples, layout, validating=True)

@@ -27,7 +27,8 @@ from neuromanifold.core.checks import warn
 from neuromanifold.kernels import dispatch
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.hooks import Hooks
-from neuromanifold.persample.plan import Plan, Uses, discover
+from neuromanifold.persample.plan import Key, Plan, Uses, discover
+from neuromanifold.persample.tokens import token_uses
 from neuromanifold.persample.verify import Reference, Verification, make_plan, together_as_alone
 
 _EVERY = 16  # batches between two looks at a flag on a GPU
@@ -44,7 +45,10 @@ class PerSampleGradients:
     the graph.  Besides, batches 0, 1, 128, 16384, ... of a run are verified whatever is known about them.
     """
 
-    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], batch_dim: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: dict[str, nn.Parameter], batch_dim: int = 0, *, tokens: bool = False
+    ) -> None:
+        """`tokens`: give gradients for each position of a sequence where they can be squared (`tokens.py`)."""
         dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.hooks, self._batch_dim = Hooks(model, self.parameters), batch_dim
@@ -59,6 +63,9 @@ class PerSampleGradients:
         """Whether a forward pass has changed buffers or attributes of the model, which a repeated one must not see."""
         self._plans: dict[int, Plan] = {}
         self._vectorizes: dict[int, bool] = {}
+        self._wants_tokens = tokens
+        self._token_uses: dict[int, frozenset[Key]] = {}
+        self._by_token: frozenset[int] | None = None  # parameters, in all batches so far; None: there was none
         self._batches = 0
         self._requested = False  # a reference, for the next forward pass
         self._late: Tensor | None = None  # whether gradients have come to a use that could not be verified
@@ -114,16 +121,17 @@ class PerSampleGradients:
                 self.exclude_all()
                 return None
             uses = Uses(len(logits), remaining=list(range(len(self.parameters))))
-            return self._ready(uses, Plan({}, self.excluded, True))
+            return self._ready(uses, Plan({}, self.excluded, True), logits)
         if not uses.samples or (not self.hooks.modules and not uses.supported):
-            return self._ready(uses, Plan({use.key: use.layouts[0] for use in uses.supported}, self.excluded, True))
+            layouts = {use.key: use.layouts[0] for use in uses.supported}
+            return self._ready(uses, Plan(layouts, self.excluded, True), logits)
         known = self._plans.get(uses.signature)
         if reference is None:
             if known is None or not known.followed or uses.unsupported:
                 self._requested = True
                 self.hooks.release()
                 return None
-            return self._ready(uses, known)
+            return self._ready(uses, known, logits)
         if known is not None and known.followed and not uses.unsupported:
             plan = self._verified_again(uses, known, logits, reference)
         else:
@@ -134,7 +142,7 @@ class PerSampleGradients:
             return None
         self.verified, self._requested = self.verified + 1, False
         self._plans[uses.signature] = plan
-        return self._ready(uses, plan)
+        return self._ready(uses, plan, logits)
 
     def vectorizes(self, backward: PerSampleBackward, logits: Tensor) -> bool:
         """Return whether several cotangents may go back in one pass; tried once for each kind of graph."""
@@ -144,8 +152,9 @@ class PerSampleGradients:
         return self._vectorizes[kind]
 
     def methods(self, otherwise: str) -> list[str]:
-        """Return how each parameter was done: "sample", or what is given for those that autograd gave gradients of."""
-        return [otherwise if i in self.remaining else "sample" for i in range(len(self.names))]
+        """Return how each parameter was done: "sample", "token", or `otherwise` where autograd gave the gradients."""
+        numbers, tokens = range(len(self.names)), self._by_token or ()
+        return [otherwise if i in self.remaining else "token" if i in tokens else "sample" for i in numbers]
 
     def end_batch(self) -> None:
         """Release the last forward pass, and count its batch."""
@@ -156,21 +165,30 @@ class PerSampleGradients:
         """Return what has been found out about the model, as JSON can hold it; plans are made anew."""
         late = self._late is not None and bool(self._late)
         found = {"excluded": sorted(self.excluded), "remaining": sorted(self.remaining)}
-        return found | {"batches": self._batches, "verified": self.verified, "late": late}
+        tokens = None if self._by_token is None else sorted(self._by_token)
+        return found | {"batches": self._batches, "verified": self.verified, "late": late, "tokens": tokens}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the findings that `state` returned."""
         self.excluded, self.remaining = frozenset(state["excluded"]), set(state["remaining"])
         self._batches, self.verified = state["batches"], state["verified"]
+        self._by_token = None if state.get("tokens") is None else frozenset(state["tokens"])
         if state["late"]:
             self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
 
-    def _ready(self, uses: Uses, plan: Plan) -> PerSampleBackward:
+    def _ready(self, uses: Uses, plan: Plan, logits: Tensor) -> PerSampleBackward:
         if uses.samples:  # of an empty batch nothing can be learnt
             self.remaining |= set(uses.remaining)
         if plan.unverified and self._late is None:
             self._late = torch.zeros((), dtype=torch.bool, device=self.parameters[0].device)
-        return PerSampleBackward(self.hooks, self.parameters, uses, plan, self._late)
+        backward = PerSampleBackward(self.hooks, self.parameters, uses, plan, self._late)
+        if not self._wants_tokens or logits.ndim != 3 or logits.shape[1] < 2 or not uses.samples:
+            return backward
+        if uses.signature not in self._token_uses:
+            self._token_uses[uses.signature] = token_uses(backward, logits)
+        backward = backward.with_tokens(self._token_uses[uses.signature])
+        self._by_token = backward.by_token if self._by_token is None else self._by_token & backward.by_token
+        return backward
 
     def _verified_again(self, uses: Uses, plan: Plan, logits: Tensor, reference: Reference) -> Plan:
         """Verify a plan that has been used before."""

@@ -35,8 +35,8 @@ _ELEMENTWISE = frozenset(
     Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Celu Ceil Clamp ClampMax ClampMin Clone Cos
     Cosh Detach Div Elu Erf Erfc Exp Exp2 Expand Expm1 Floor Fmod Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
     Hypot LeakyRelu Lerp Log Log10 Log1P Log2 Logaddexp Logit LogSigmoid MaskedFill Maximum Minimum Mish Mul
-    NanToNum NativeDropout Neg Polar Pow Prelu Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Silu Sin
-    Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy
+    NanToNum NativeDropout Neg Polar Pow Prelu Reciprocal Relu Remainder Repeat Round Rsqrt Rsub Selu Sgn Sigmoid Silu
+    Sin Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy
     """.split()
 )
 _RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape ViewAsReal ViewAsComplex".split())
@@ -81,13 +81,16 @@ def shifted_dims(node: Node) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
 
 
-def follow(order: Sequence[Node], samples: int, identities: frozenset[str]) -> dict[Node, int]:
+def follow(order: Sequence[Node], samples: int, identities: frozenset[str], before: int = 1) -> dict[Node, int]:
     """Return for each node where its (first) output has the samples: `before`, SHARED or UNKNOWN.
+
+    `before` is their place in the logits, which have them first; the T positions of logits [n, T, C] are followed in
+    the same way, as T samples with the place n.
 
     `order` lists the graph's nodes so that users come before what they use, the logits first; `identities` names
     operations that leave tensors as they are.  A tensor whose users disagree is UNKNOWN.
     """
-    places: dict[Node, int] = {order[0]: 1}
+    places: dict[Node, int] = {order[0]: before}
     for node in order:
         place = places.get(node, UNKNOWN)
         inputs = [(below, output) for below, output in node.next_functions]
@@ -288,7 +291,11 @@ def _multiplied(op: _Followed) -> list[int]:
     *("ScaledDotProductCudnnAttention", "ScaledDotProductFusedAttentionOverrideable"),
 )
 def _attended(op: _Followed) -> list[int]:
-    return [op.broadcast(shape) if op.dim < len(op.out) - 2 else UNKNOWN for shape in op.shapes]
+    """Queries [..., t, d] and masks [..., t, s] belong to the outputs [..., t, d], which share keys and values."""
+    if op.dim == len(op.out) - 1:
+        return [UNKNOWN] * len(op.shapes)
+    shared = (1, 2) if op.dim == len(op.out) - 2 else ()
+    return [SHARED if k in shared else op.broadcast(shape) for k, shape in enumerate(op.shapes)]
 
 
 @_of("Index")

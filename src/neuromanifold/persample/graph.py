@@ -26,7 +26,7 @@ from neuromanifold.persample.gradients import Dense, Form, Product
 
 Node = Any
 
-_BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0")
+_BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
 _PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
 _STRUCTURAL = (
@@ -58,6 +58,12 @@ class Layout(NamedTuple):
         if self.major == "samples":
             return values.reshape(samples, -1, *values.shape[1:])
         return values.reshape(-1, samples, *values.shape[1:]).transpose(0, 1)
+
+    def positions_of(self, shape: torch.Size, samples: int) -> tuple[int, int]:
+        """Return how many positions `samples_first` finds in a tensor, and their place as `follow` counts it."""
+        if shape[self.dim] == samples:
+            return shape[1 - self.dim] if len(shape) > 1 else 1, 1 if self.dim else samples
+        return shape[self.dim] // samples, samples if self.major == "samples" else 1
 
     def before(self, shape: torch.Size, samples: int) -> int:
         """Return the place of the samples as `follow` counts it."""
@@ -111,6 +117,8 @@ class BroadcastSite:
                 return []
             return stacked(0, result[0], samples)
         offset = len(result) - len(arriving)
+        if any(size not in (1, result[d]) for d, size in enumerate(arriving, offset)):
+            return []  # repeated several times in a row
         return [
             Layout(d)
             for d in range(min(2, len(result)))

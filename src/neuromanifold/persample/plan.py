@@ -49,10 +49,13 @@ class Use:
     capture: Capture | None = None
     sites: tuple[BroadcastSite, ...] = ()
 
-    def forms(self, g: Tensor, samples: int, layout: Layout, validating: bool = False) -> dict[int, Form]:
+    def forms(
+        self, g: Tensor, samples: int, layout: Layout, validating: bool = False, tokens: bool = False
+    ) -> dict[int, Form]:
         """Return the per-sample gradients of the use's parameters, by number, from the gradient g captured there.
 
         For a shared call, g is already [n, *output].  `validating`: the rule may find that it does not apply.
+        `tokens`: each position of each sample is taken for a sample.
         """
         if self.capture is None:
             (i,) = self.parameters.values()
@@ -62,6 +65,8 @@ class Use:
             x = x.expand(samples, *x.shape)
         else:
             x, g = layout.samples_first(x, samples), layout.samples_first(g, samples)
+        if tokens:
+            x, g = x.flatten(0, 1), g.flatten(0, 1)
         module, wanted = capture.owner.module, frozenset(self.parameters)
         forms = capture.owner.rule.function(Call(module, x, capture.others, capture.options, g, wanted, validating))
         if missing := wanted - forms.keys():
@@ -102,9 +107,14 @@ class Uses:
 
     def places(self) -> dict[Key, int]:
         """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
-        if self.samples == 1:
-            return {}
-        places = follow(users_first(dict(self.graph)), self.samples, _IDENTITIES)
+        return {} if self.samples == 1 else self._followed(self.samples, 1)
+
+    def places_of_positions(self, positions: int) -> dict[Key, int]:
+        """Return for each use where the graph has the positions of logits [n, T, C]: nowhere below attention."""
+        return {} if positions == 1 else self._followed(positions, self.samples)
+
+    def _followed(self, size: int, before: int) -> dict[Key, int]:
+        places = follow(users_first(dict(self.graph)), size, _IDENTITIES, before)
         nodes = {use.key: use.sites[0].node if use.capture is None else use.capture.node for use in self.supported}
         return {key: places[node] for key, node in nodes.items()}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
-from neuromanifold.problem.model import base_model
+from neuromanifold.problem.model import base_model, unwrapped
 
 ShiftLabels = bool | Literal["auto"]
 
@@ -40,6 +40,14 @@ def shifts_labels(model: nn.Module) -> bool:
     if getattr(config, "decoder_start_token_id", None) is not None:
         return False
     return any(_CAUSAL.match(one.__name__) for one in type(model).__mro__)
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """How many positions a trained prompt of PEFT puts before the inputs; prefixes of keys and values have none."""
+    config = getattr(unwrapped(model), "active_peft_config", None)
+    if config is None or not getattr(config, "is_prompt_learning", False):
+        return 0
+    return 0 if "PREFIX" in str(config.peft_type) else int(config.num_virtual_tokens or 0)
 
 
 def next_labels(labels: Tensor, fill: int) -> Tensor:

@@ -18,13 +18,14 @@ _WORD, _HALF = 2**64 - 1, 2**32 - 1
 
 
 class Cotangent(NamedTuple):
-    """One cotangent, and c with Var(g²) <= c E[g⁴] for squares of whole batches and of single samples."""
+    """One cotangent, and c with Var(g²) <= c E[g⁴] for squares of whole batches, of samples, and of positions."""
 
     values: Tensor  # [B, ..., C]
     noise: float
     sample_noise: float
     left: int  # how many cotangents of the batch are still to come, this one included
     passes: int = 1  # how many there are
+    token_noise: float = 0.0
 
 
 def cotangents(
@@ -38,9 +39,9 @@ def cotangents(
         return
     core, labels = distributions(outputs, validation, labels=estimator.needs_labels)
     try:
-        noise, sample_noise = _noise(core, outputs, estimator)
+        noise = _noise(core, outputs, estimator)
         for i, rows in enumerate(estimator.cotangents(core, labels, generator)):
-            yield Cotangent(outputs.scatter(rows), noise[i], sample_noise[i], len(noise) - i, len(noise))
+            yield _cotangent(outputs.scatter(rows), noise, i)
     except (TypeError, ValueError) as error:
         raise ValueError(f"Batch {outputs.number} of `data`: {error}") from error
 
@@ -68,16 +69,22 @@ def _fused(
 ) -> Iterator[Cotangent]:
     """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
     check_labels(core, outputs, wanted=False)
-    noise, sample_noise = _noise(core, outputs, estimator)
+    noise = _noise(core, outputs, estimator)
     for i, (values, finite) in enumerate(probes):
         if i == 0:
             validation.check_later(Found(finite), outputs.number)
-        yield Cotangent(values, noise[i], sample_noise[i], len(noise) - i, len(noise))
+        yield _cotangent(values, noise, i)
 
 
-def _noise(core: Core, outputs: Outputs, estimator: Estimator) -> tuple[list[float], list[float]]:
-    """The constants of each pass, for squares of whole batches and of single samples."""
-    return estimator.pass_noise(core, alone=False), estimator.pass_noise(core, alone=outputs.logits.ndim == 2)
+def _noise(core: Core, outputs: Outputs, estimator: Estimator) -> list[tuple[float, float, float]]:
+    """The constants of each pass, for squares of whole batches, of single samples, and of single positions."""
+    together, alone = (estimator.pass_noise(core, alone=value) for value in (False, True))
+    return list(zip(together, alone if outputs.logits.ndim == 2 else together, alone, strict=True))
+
+
+def _cotangent(values: Tensor, noise: list[tuple[float, float, float]], i: int) -> Cotangent:
+    whole, sample, token = noise[i]
+    return Cotangent(values, whole, sample, len(noise) - i, len(noise), token)
 
 
 def by_position(cotangent: Tensor, valid: Tensor | None) -> Iterator[Tensor]:

@@ -83,11 +83,13 @@ def read_outputs(
     batch_dim: int = 0,
     scalar: bool = False,
     shift: bool = False,
+    virtual: int = 0,
 ) -> Outputs:
     """Find the logits in a model's output, move samples first and classes last, and work out which positions count.
 
     `scalar`: outputs of shape [B] are one number for each sample.  `shift`: position t predicts token t + 1, to which
-    label and mask t + 1 belong; where they have no such token, positions do not count.
+    label and mask t + 1 belong; where they have no such token, positions do not count.  `virtual`: so many positions in
+    front belong to a trained prompt, for which there are neither labels nor masks; the last of them predicts a token.
     """
     where, given = f"Batch {batch.number} of `data`: ", _find_logits(output)
     if given.ndim == 1 and scalar:
@@ -110,10 +112,14 @@ def read_outputs(
     _check_samples(given, batch, class_dim, batch_dim)
     logits = _arranged(given, batch_dim, class_dim)
     positions, labels, valid, tokens = logits.shape[:-1], batch.labels, None, None
-    shift = shift and logits.ndim == 3
+    if shift and logits.ndim != 3:
+        expected, got = "False for logits that are not [batch, positions, classes]", f"True for {list(given.shape)}"
+        raise ValueError(message("shift_labels", expected, got))
     if batch_dim and labels is not None and labels.ndim > 1:
         labels = labels.movedim(batch_dim, 0)
+    virtual = virtual if virtual and _has_prompt(batch, positions, virtual) else 0
     if labels is not None:
+        labels = _after_prompt(labels, positions, virtual, ignore_index)
         if labels.shape not in (positions, logits.shape):
             raise ValueError(where + _wrong_labels(labels, logits, given, class_dim, batch_dim))
         one = logits.shape[-1] == 1  # a single output, whose targets may come without a dimension for it
@@ -129,6 +135,7 @@ def read_outputs(
     if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
         mask = mask.movedim(batch_dim, 0)
     if mask is not None and logits.ndim > 2:
+        mask = _after_prompt(mask, positions, virtual, 1)
         if mask.shape == positions:
             if mask.is_floating_point() and not _says_which_count(mask):
                 raise ValueError(where + _added_mask(ignore_index))
@@ -138,9 +145,25 @@ def read_outputs(
     if shift:
         tokens = logits.new_ones(positions, dtype=torch.bool) if tokens is None else tokens
         tokens = has_next(tokens, batch.kwargs.get("position_ids"))
+    if virtual and labels is None:
+        counted = torch.arange(positions[1], device=logits.device) >= (virtual - 1 if shift else virtual)
+        tokens = counted.expand(positions) if tokens is None else tokens & counted
     if tokens is not None:
         valid = _unless_all(tokens if valid is None else valid & tokens)
     return Outputs(logits, labels, valid, batch.number)
+
+
+def _has_prompt(batch: Batch, positions: torch.Size, virtual: int) -> bool:
+    """Whether the logits have so many positions more than the inputs."""
+    lengths = (t.shape[1] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim > 1 and len(t) == positions[0])
+    return len(positions) == 2 and next(lengths, 0) + virtual == positions[1]
+
+
+def _after_prompt(values: Tensor, positions: torch.Size, virtual: int, fill: int) -> Tensor:
+    """Labels or a mask [B, T] with `fill` at the positions of a prompt in front of them."""
+    if not virtual or values.shape != (positions[0], positions[1] - virtual):
+        return values
+    return torch.cat([values.new_full((len(values), virtual), fill), values], 1)
 
 
 def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int) -> None:
@@ -176,6 +199,8 @@ def _wrong_labels(labels: Tensor, logits: Tensor, given: Tensor, class_dim: int,
         and labels.numel() < logits[..., 0].numel()
     ):
         advice = "If the model adds positions (virtual tokens), pad the labels there with `ignore_index`."
+    elif logits.ndim == 3 and labels.shape[:1] == logits.shape[:1] and labels.ndim == 2:
+        advice = "If the model returns the last positions alone (logits_to_keep), give the labels of these."
     else:
         advice = "A batch (a, b) means inputs a and labels b: for a model with two inputs yield ((a, b), labels). "
         advice += "Leave out labels that do not belong to single outputs."

@@ -25,7 +25,7 @@ from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch, tensors_in
-from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels
+from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels, virtual_tokens
 from neuromanifold.problem.model import (
     Selection,
     as_module,
@@ -109,6 +109,10 @@ class Problem:
         return shifts_labels(self.model) if self.shift_labels == "auto" else self.shift_labels
 
     @cached_property
+    def _virtual_tokens(self) -> int:
+        return virtual_tokens(self.model)
+
+    @cached_property
     def _argument(self) -> str | None:
         return only_argument(self._signature)
 
@@ -173,7 +177,8 @@ class Problem:
         output = call(self.model, inputs, self._signature, self.label_key)
         outputs = self._read_outputs(output, batch, self.class_dim)
         if torch.is_grad_enabled() and not outputs.logits.requires_grad:
-            advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward."
+            advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward, or for adapters "
+            advice += "that are merged into frozen weights (unmerge them)."
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
         counted = self.likelihood is Categorical and (estimator is None or not estimator.needs_labels)  # else an error
         if counted and outputs.labels is not None and can_be_asked(outputs.labels):
@@ -200,8 +205,8 @@ class Problem:
         return self._read_outputs(logits, batch, -1)
 
     def _read_outputs(self, output: object, batch: Batch, class_dim: int) -> Outputs:
-        scalar = self.likelihood is not Categorical
-        return read_outputs(output, batch, class_dim, self.ignore_index, self.batch_dim, scalar, self.predicts_next)
+        scalar, shift, virtual = self.likelihood is not Categorical, self.predicts_next, self._virtual_tokens
+        return read_outputs(output, batch, class_dim, self.ignore_index, self.batch_dim, scalar, shift, virtual)
 
     def validation(self) -> LateValidation:
         """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
@@ -231,8 +236,9 @@ class Problem:
             return False
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
         self._inspect_labels(outputs, core.dim if isinstance(core, Categorical) else None)
-        found = suspicions.probabilities_note(core), suspicions.shift_note(self, batch, outputs)
-        for note in filter(None, [*found, suspicions.order_note(self, batch, outputs)]):
+        shift = suspicions.token_labels_note(self, batch) or suspicions.shift_note(self, batch, outputs)
+        found = suspicions.probabilities_note(core), shift, suspicions.order_note(self, batch, outputs)
+        for note in filter(None, found):
             warn(note, suspicions.SuspiciousInputWarning)
         if note := suspicions.mixing_note(self, batch, outputs):
             warn(note, suspicions.SamplesMixWarning)

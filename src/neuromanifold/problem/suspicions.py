@@ -74,6 +74,29 @@ def labels_note(outputs: Outputs, classes: int | None, ignore_index: int) -> str
     return text + f"pass ignore_index={int(wrong[0])}; if the classes are in another dimension, pass class_dim."
 
 
+def token_labels_note(problem: Problem, batch: Batch) -> str:
+    """A warning if labels are the input's tokens, one place off from where they are looked for, else ""."""
+    labels = batch.labels
+    ids = batch.kwargs.get("input_ids", batch.args[0] if batch.args else None)
+    if labels is None or not isinstance(ids, Tensor) or labels.shape != ids.shape or labels.ndim != 2:
+        return ""
+    if labels.is_floating_point() or ids.is_floating_point() or labels.shape[1] < 3:
+        return ""
+    counts = labels != problem.ignore_index
+    here, ahead = (labels == ids)[counts], (labels[:, :-1] == ids[:, 1:])[counts[:, :-1]]
+    if problem.predicts_next and len(ahead) > 1 and bool(ahead.all()) and not bool(here.all()):
+        text = (
+            "The labels are shifted already: label t is token t + 1. Here they are shifted once more, as by the loss "
+        )
+        text += "of causal models in transformers, so that position t is held against token t + 2. "
+        return text + "Give labels that are the tokens themselves, or pass shift_labels=False."
+    asks = problem.shift_labels == "auto" and not problem.predicts_next and not problem.takes("labels")
+    if asks and len(here) > 1 and bool(here.all()):
+        text = "The labels are the input's own tokens, and are taken to belong to the logits at their own position. "
+        return text + "If the model predicts the next token, pass shift_labels=True, else shift_labels=False."
+    return ""
+
+
 def shift_note(problem: Problem, batch: Batch, outputs: Outputs) -> str:
     """A warning if the model's own loss compares labels with the logits of other positions than is done here, else "".
 

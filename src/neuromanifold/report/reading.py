@@ -31,9 +31,7 @@ def reading(summary: Summary, beside: bool = False) -> list[str]:
 def nature(summary: Summary) -> str:
     """What the numbers are: exact, unbiased, a bound, biased, or not a Fisher estimate at all."""
     p, noisy = summary.result.provenance, summary.everything.noise > 0
-    made = (
-        f"`{brief(p.estimator)}`, {counted(p.passes, 'backward pass')} over {counted(summary.result.count, 'sample')}"
-    )
+    made = f"`{brief(p.estimator)}`, {counted(p.passes, 'backward pass')} over {counted(summary.result.count, p.unit)}"
     if p.target.startswith("not a Fisher"):
         return f"Not a Fisher estimate: the squared gradients of whole batches ({made})."
     for part, bound in (("Upper(", "upper"), ("Lower(", "lower")):
@@ -129,11 +127,15 @@ def _granularity(summary: Summary) -> list[str]:
     squared: dict[str, list[str]] = {}
     for one in summary.parameters:
         squared.setdefault(one.granularity, []).append(one.name)
-    if summary.result.provenance.target.startswith("not") or set(squared) <= {"", "sample"}:
+    p = summary.result.provenance
+    if p.target.startswith("not") or set(squared) <= {"", "sample"}:
         return []
     if set(squared) == {"batch"}:
         return ["The gradients of whole batches were squared (granularity “batch”), which is noisier than per sample."]
     sentences = []
+    if fine := squared.get("token"):
+        were = "was" if len(fine) == 1 else "were"
+        sentences.append(f"{_listed(fine)} {were} squared per token, with less noise than per {p.unit}.")
     if coarse := squared.get("batch"):
         were = "was" if len(coarse) == 1 else "were"
         sentences.append(f"{_listed(coarse)} {were} squared per batch, with more noise: no per-sample rule applies.")

@@ -190,15 +190,22 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         lines = [f"{seen}; {p.estimator}: {p.target}"]
         scaled = [] if p.scale == 1 else [f"multiplied by {p.scale:g}"]
         scaled += ["position t predicts token t + 1: labels and masks shifted by one"] if p.shift_labels else []
-        return "\n".join([*lines, *scaled, *self._coarse(), *([p.stopped] if p.stopped else [])])
+        return "\n".join([*lines, *scaled, *self._squared(), *([p.stopped] if p.stopped else [])])
 
-    def _coarse(self) -> list[str]:
-        """The parameters that were squared per batch although the others were squared per sample."""
-        coarse = [name for name in self if self.provenance.granularity.get(name) == "batch"]
-        if not coarse or len(coarse) == len(self):
-            return []
-        shown = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
-        return [f"squared per batch, with more noise, because no rule covers them: {shown}"]
+    def _squared(self) -> list[str]:
+        """What was squared for each parameter, where it is not the sample's gradient for all of them."""
+        squared: dict[str, list[str]] = {}
+        for name in self:
+            squared.setdefault(self.provenance.granularity.get(name, ""), []).append(name)
+        shown = {
+            how: ", ".join(n[:3]) + (f" and {len(n) - 3} more" if len(n) > 3 else "") for how, n in squared.items()
+        }
+        lines = []
+        if "token" in squared:
+            lines.append(f"squared per token, with less noise than per {self.provenance.unit}: {shown['token']}")
+        if "batch" in squared and len(squared) > 1:
+            lines.append(f"squared per batch, with more noise, because no rule covers them: {shown['batch']}")
+        return lines
 
 
 class _PerParameter(Mapping[str, Tensor]):

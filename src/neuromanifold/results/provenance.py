@@ -29,7 +29,9 @@ class Provenance:
     target: str  # what it is right for: "exact", "unbiased", "biased (...)"
     likelihood: str = "Categorical"
     unit: str = "sample"  # what is counted, and what "per-sample" means: "sequence" where outputs are [B, T, C]
-    granularity: dict[str, str] = field(default_factory=dict)  # parameter: "sample", "batch", "sample, one by one"
+    granularity: dict[str, str] = field(
+        default_factory=dict
+    )  # parameter: "sample", "token", "batch", "sample, one by one"
     seeds: list[int] = field(default_factory=list)  # of the probes' noise; empty: nothing is random
     noise_factor: float = 1.0  # c with Var(g²) <= c E[g⁴] for one pass of the estimator; 1 holds for any
     noise_ratio: float = 1.0  # how large the noise is on average, as a share of the standard errors, which are bounds
@@ -179,8 +181,10 @@ class Provenance:
 
 
 def _coarser(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
-    """The parameters that were squared per batch in one of the parts."""
-    return {name: "batch" for name in a if "batch" in (a[name], b.get(name))}
+    """The parameters that were squared more coarsely in the other part: per batch, or per sample and not per token."""
+    return {
+        name: b[name] for name in a if name in b and (b[name] == "batch" or (a[name] == "token" and b[name] != "token"))
+    }
 
 
 def _overlap(a: list[int], b: list[int]) -> bool:

@@ -69,8 +69,8 @@ def fisher_diagonal(
         reduction: "mean" (per sample, which for [B, T, C] outputs is a sequence), "token" (per position that counts) or
             "sum" (over samples): only a view, changed by `.mean`, `.per_token` and `.sum`.
         granularity: "sample" squares each sample's gradient, "batch" that of whole batches.  "auto": per sample
-            wherever per-sample gradients pass their verification, in the same backward pass; the rest per batch where
-            that is unbiased.
+            wherever per-sample gradients pass their verification, in the same backward pass, and per token in layers
+            of sequence models after the last mixing of positions; the rest per batch where that is unbiased.
         seed: random seed of the probes.  Same seed, same device, same batches: same result.
         passes: the cost, in forward + backward passes over the data (0.7, 1, 1.5, ...), of an unbiased estimate that
             gives most of them to the samples with most noise: `nm.Adaptive(passes)` in place of an `estimator`.

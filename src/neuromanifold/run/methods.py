@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from neuromanifold.core.checks import message, one_of, warn
-from neuromanifold.estimators import Estimator, Exact, SquaredBatchGradient
+from neuromanifold.estimators import Adaptive, Estimator, Exact, SquaredBatchGradient
 from neuromanifold.persample.accumulate import GradientSums, Pass
 from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
 from neuromanifold.persample.engine import PerSampleGradients
@@ -82,7 +82,7 @@ class Method(ABC):
 
     @abstractmethod
     def methods(self) -> list[str]:
-        """Return how each parameter was done: "sample", "batch", or "sample, one by one"."""
+        """Return how each parameter was done: "sample", "token", "batch", or "sample, one by one"."""
 
     def attached(self) -> AbstractContextManager[None]:
         """Do what has to be done to the model, for as long as it lasts."""
@@ -145,9 +145,13 @@ class PerSample(Method):
     `granularity` is "auto"; else one backward pass for each sample, with one warning that names them.
     """
 
-    def __init__(self, problem: Problem, estimator: Estimator, granularity: Granularity) -> None:
+    def __init__(
+        self, problem: Problem, estimator: Estimator, granularity: Granularity, *, tokens: bool = False
+    ) -> None:
+        """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent."""
         self._problem, self._estimator = problem, estimator
-        self.engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim)
+        tokens = tokens and granularity == "auto" and _independent_tokens(estimator)
+        self.engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim, tokens=tokens)
         self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
         self._positions_apart = isinstance(estimator, Exact)
         self._mixes = estimator.centred and granularity == "auto"
@@ -201,7 +205,7 @@ class PerSample(Method):
         assert backward is not None
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
-        apart = self._scale.is_needed(logits) or (self._positions_apart and logits.ndim > 2)
+        apart = self._scale.is_needed(logits) or (self._sends_positions_apart(backward) and logits.ndim > 2)
         apart = apart or bool(backward.uses.remaining)
         while group := list(islice(cotangents, 1)):
             at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
@@ -244,9 +248,10 @@ class PerSample(Method):
     def _add_one(self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward) -> None:
         """One pass; for fixed columns one for each position, and for each sample where there are no rules."""
         logits, alone = outputs.logits, [] if self._mixes else backward.uses.remaining
-        pieces = by_position(cotangent.values, outputs.valid) if self._positions_apart else iter([cotangent.values])
+        apart = self._sends_positions_apart(backward)
+        pieces = by_position(cotangent.values, outputs.valid) if apart else iter([cotangent.values])
         for piece in pieces:
-            keep = cotangent.left > 1 or self._positions_apart or bool(alone)
+            keep = cotangent.left > 1 or apart or bool(alone)
             scale = self.scale_of(logits, piece, backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
             sent = values.clone() if alone else values  # a backward that works in place would change it
@@ -260,9 +265,13 @@ class PerSample(Method):
             sums.end_pass()
             self.passes += 1
 
+    def _sends_positions_apart(self, backward: PerSampleBackward) -> bool:
+        """Whether fixed columns need a pass for each position, since gradients of samples are sums over positions."""
+        return self._positions_apart and not backward.all_by_token
+
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
-        independent = self._estimator.independent_passes
-        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more or cotangent.left > 1)
+        more, independent = more or cotangent.left > 1, self._estimator.independent_passes
+        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more, cotangent.token_noise)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""
@@ -319,6 +328,16 @@ def captured_forward(
             restore()
 
 
-def make_method(problem: Problem, estimator: Estimator, granularity: Granularity) -> Method:
+def _independent_tokens(estimator: Estimator) -> bool:
+    """Whether the squares of a sequence's tokens have the same mean as that of their sum, and independent noise.
+
+    Given labels are not centred, and adaptive passes keep or drop the tokens of a sequence together.
+    """
+    return isinstance(estimator, Exact) or (estimator.centred and not isinstance(estimator, Adaptive))
+
+
+def make_method(problem: Problem, estimator: Estimator, granularity: Granularity, *, tokens: bool = False) -> Method:
     """Return the method for a granularity: whole batches only if asked for."""
-    return PerBatch(problem, estimator) if granularity == "batch" else PerSample(problem, estimator, granularity)
+    if granularity == "batch":
+        return PerBatch(problem, estimator)
+    return PerSample(problem, estimator, granularity, tokens=tokens)

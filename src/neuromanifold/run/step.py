@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import random_seed
 from neuromanifold.estimators import Estimator
-from neuromanifold.persample.accumulate import GradientSums
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import batch_seed, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
@@ -45,7 +45,8 @@ class Step:
         self.problem, self.settings, self.sums = problem, settings, sums
         self.generator = torch.Generator(problem.device)
         self.validation = problem.validation()
-        self.method = make_method(problem, settings.estimator, settings.granularity)
+        tokens = isinstance(sums, DiagonalSums)  # others keep one gradient for each sample
+        self.method = make_method(problem, settings.estimator, settings.granularity, tokens=tokens)
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run forward and backward for a batch, and accumulate its squares."""

@@ -15,7 +15,8 @@ from neuromanifold.persample.gradients import Form
 class Pass(NamedTuple):
     """One backward pass: how many times too large its gradients are, and c with Var(g²) <= c E[g⁴].
 
-    The constant may be smaller for squares of single samples than for those of batches; 0: nothing is random.
+    The constant may be smaller for squares of single samples than for those of batches, and for those of single
+    positions; 0: nothing is random.
     """
 
     scale: float = 1.0
@@ -23,6 +24,7 @@ class Pass(NamedTuple):
     sample_noise: float = 0.0
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
+    token_noise: float = 0.0
 
 
 class TakesForms(Protocol):

@@ -141,9 +141,11 @@ class Product(Form):
         outs = self.shape.numel() // ins if ins else 0  # of all groups
         dtype, flat = to.squares.dtype, to.view(outs, ins)
         if self.single:
-            left, right = self.left[:, 0].to(dtype), self.right[:, 0].to(dtype)
-            squares = left.square() if to.factor == 1.0 else (left * to.factor).square_()
-            add_product_of_squares(squares, None, right, flat)
+            step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
+            for start, stop in ranges(self.samples, step):
+                left, right = self.left[start:stop, 0].to(dtype), self.right[start:stop, 0].to(dtype)
+                squares = left.square() if to.factor == 1.0 else (left * to.factor).square_()
+                add_product_of_squares(squares, None, right, flat)
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 

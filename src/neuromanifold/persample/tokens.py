@@ -1,0 +1,97 @@
+"""Uses of parameters whose gradients can be squared for each token: above everything that mixes the positions.
+
+Let z [n, T, C] be logits, u_t independent cotangents with E[u_t u_tᵀ] = M_t, and y_t the output of a layer that reaches
+the logits of position t alone: those of the head, of what comes before it, and of the last block but for its keys and
+values.  Then the layer's gradient of position t depends on u_t alone, F = Σ_t E[g_t²], and
+
+    Σ_t g_t²  and  (Σ_t g_t)²  both have the mean F,         Var (Σ_t g_t)² = Σ_t Var g_t² + 4 Σ_{s<t} E[g_s²] E[g_t²].
+
+So the squares of tokens have less noise, by about the number of tokens in a sequence, and need no product over the
+positions.  Below attention the gradient of position t belongs to all u_s that y_t reaches: E[g_s g_t] is not zero, and
+Σ_t g_t² would be another number.
+
+Which layers these are is seen from the graph, down which positions are followed as samples are (`follow.py`), and
+verified once for each kind of graph: where the cotangent is zero, their gradients must be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.backward import PerSampleBackward
+from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.plan import Key, Use, connected
+
+_TOLERANCE = 1e-3  # of a sum, relative to the size of its terms: both sides add the same numbers
+
+
+def token_uses(backward: PerSampleBackward, logits: Tensor) -> frozenset[Key]:
+    """Return the uses in a graph with logits [n, T, C] whose gradients may be squared for each token.
+
+    A parameter that is used elsewhere, too, such as a head that is tied to the embedding, has none.
+    """
+    samples, positions = logits.shape[:2]
+    uses, places = backward.uses, backward.uses.places_of_positions(positions)
+
+    def fits(use: Use) -> bool:
+        capture, layout = use.capture, backward.plan.layouts[use.key]
+        if capture is None or layout.shared or not capture.owner.rule.extra_dims:
+            return False
+        if any(isinstance(value, Tensor) for value in (*capture.others, *capture.options.values())):
+            return False
+        found = {layout.positions_of(shape, samples) for shape in (capture.shape, capture.x.shape)}
+        return found == {(positions, places.get(use.key))}
+
+    apart = [(numbers, members) for numbers, members in connected(uses.supported) if all(map(fits, members))]
+    keys = frozenset(use.key for _, members in apart for use in members)
+    wrong = _wrong(backward, logits, keys, {i for numbers, _ in apart for i in numbers}) if keys else set()
+    return frozenset(use.key for numbers, members in apart if numbers.isdisjoint(wrong) for use in members)
+
+
+def _wrong(backward: PerSampleBackward, logits: Tensor, keys: frozenset[Key], numbers: set[int]) -> set[int]:
+    """Return the parameters whose gradients of tokens are not zero where the cotangent is, or do not add up."""
+    generator = torch.Generator().manual_seed(len(logits))
+    shown = torch.rand(logits.shape[:2], generator=generator).to(logits.device) < 0.5
+    noise = torch.randn(logits.shape, generator=torch.Generator(logits.device).manual_seed(1), device=logits.device)
+    cotangent = torch.where(shown[..., None], noise, 0.0).to(logits.dtype)
+    whole, tokens = _Sums(), _Sums(hidden=~shown.flatten())
+    backward.to_uses(logits, [cotangent], [whole], [Pass()], numbers)
+    backward.with_tokens(keys).to_uses(logits, [cotangent], [tokens], [Pass()], numbers)
+    found = {i for i in numbers if i in whole.totals and i in tokens.totals}
+    different = {i for i in found if not tokens.agree(whole, i)}
+    return (numbers - found) | different
+
+
+class _Sums:
+    """Σ g of each parameter, the size of its terms, and that of the terms which must be zero."""
+
+    def __init__(self, hidden: Tensor | None = None) -> None:
+        self._hidden = hidden
+        self.totals: dict[int, Tensor] = {}
+        self._sizes: dict[int, Tensor] = {}
+        self._leaks: dict[int, Tensor] = {}
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take the gradients of one parameter; a form with another number of terms cannot be compared."""
+        del made_by
+        if self._hidden is not None and form.samples != len(self._hidden):
+            return
+        norms = form.squared_norms(torch.float64)
+        dtype = torch.float64 if norms.device.type == "cpu" else torch.float32
+        self.totals[i] = form.weighted_sum(torch.ones(form.samples, dtype=dtype, device=norms.device))
+        self._sizes[i] = norms.sum().sqrt()
+        if self._hidden is not None:
+            self._leaks[i] = norms[self._hidden].sum()
+
+    def end_pass(self) -> None:
+        """Do nothing: forms are added at once."""
+
+    def agree(self, whole: _Sums, i: int) -> bool:
+        """Return whether these terms are zero where they must be, and have the sum that the others have."""
+        mine, theirs = self.totals[i], whole.totals[i]
+        if not bool(self._leaks[i] == 0) or mine.numel() != theirs.numel():
+            return False
+        difference = torch.linalg.vector_norm(mine.flatten() - theirs.flatten())
+        return bool(difference <= _TOLERANCE * self._sizes[i])
