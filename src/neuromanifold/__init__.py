@@ -38,6 +38,7 @@ from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
+from neuromanifold.uses import optim
 from neuromanifold.uses.laplace import Laplace
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
@@ -101,6 +102,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "load",
     # uses
     "Laplace",
+    "optim",
     # version
     "__version__",
 ]
