@@ -191,26 +191,28 @@ def figure(found: dict[str, dict[str, list[Scores]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[60, 600])
     parser.add_argument("--draws", type=int, default=30)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    found = classification(given.seeds, given.epochs, given.draws)
-    rows = [
-        [name]
-        + [f"{plus_minus([s.nll for s in by[d]])}" for d in by]
-        + [plus_minus([s.ece for s in by[d]], 1, 100) for d in by]
-        + [plus_minus([s.accuracy for s in by[d]], 1, 100) for d in by]
-        for name, by in found.items()
-    ]
+    found, text = {}, ""
     header = ["method", "NLL", "NLL, noisy", "ECE %", "ECE %, noisy", "accuracy %", "accuracy %, noisy"]
-    text = f"## Digits\n\n200 images to train on, 200 to validate, 800 to test; {given.seeds} seeds, mean ± standard "
-    text += f"error. Sampled and linearised: {given.draws} draws.\n\n{table(header, rows)}\n\n"
+    for epochs in given.epochs:
+        found[epochs] = classification(given.seeds, epochs, given.draws)
+        rows = []
+        for name, by in found[epochs].items():
+            row = [plus_minus([s.nll for s in by[d]]) for d in by]
+            row += [plus_minus([s.ece for s in by[d]], 1, 100) for d in by]
+            rows.append([name, *row, *(plus_minus([s.accuracy for s in by[d]], 1, 100) for d in by)])
+        text += (
+            f"## Digits, {epochs} epochs\n\n200 images to train on, 200 to validate, 800 to test; {given.seeds} seeds, "
+        )
+        text += f"mean ± standard error. Sampled and linearised: {given.draws} draws.\n\n{table(header, rows)}\n\n"
     numbers = regression(given.seeds, 300)
     text += f"## Diabetes\n\n242 patients, 100 to validate, 100 to test; {given.seeds} seeds.\n\n"
     text += table(["method", "NLL"], [[name, plus_minus(values)] for name, values in numbers.items()])
     write("uses-laplace", "Calibration of Laplace posteriors", COMMAND, text, {"digits": found, "diabetes": numbers})
-    figure(found)
+    figure(found[given.epochs[-1]])
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 from neuromanifold.uses import optim
 from neuromanifold.uses.laplace import Laplace
+from neuromanifold.uses.trace_penalty import trace_penalty
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -103,6 +104,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     # uses
     "Laplace",
     "optim",
+    "trace_penalty",
     # version
     "__version__",
 ]

@@ -82,6 +82,15 @@ def check_graph(logits: object) -> None:
         raise ValueError(message("logits", "of shape [B, ..., C] with B >= 1", f"shape {list(logits.shape)}"))
 
 
+def check_mask(mask: Tensor | None, logits: Tensor) -> None:
+    """Refuse a mask that does not say of each position of the logits whether it counts, or leaves none."""
+    if mask is not None and (mask.shape != logits.shape[:-1] or mask.dtype != torch.bool):
+        got = f"{mask.dtype} of shape {list(mask.shape)}"
+        raise ValueError(message("mask", f"bool of shape {list(logits.shape[:-1])}", got))
+    if mask is not None and not bool(mask.any()):
+        raise ValueError(message("mask", "True at one position or more", "False everywhere"))
+
+
 class RunningFisher:
     """An exponential moving average of batch-wise estimates, F̄ <- decay·F̄ + (1 - decay)·(Σ_passes g²)/B.
 

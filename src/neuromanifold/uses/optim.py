@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import finite_number, message, promoted
 from neuromanifold.problem.validation import Likelihood
-from neuromanifold.run.running import TrainingProbes, check_decay, check_graph
+from neuromanifold.run.running import TrainingProbes, check_decay, check_graph, check_mask
 
 __all__ = ["FisherAdam", "FisherSGD"]
 
@@ -66,12 +66,8 @@ class FisherOptimizer(Optimizer):
         which positions count, for padded sequences.
         """
         check_graph(logits)
-        if mask is not None and (mask.shape != logits.shape[:-1] or mask.dtype != torch.bool):
-            got = f"{mask.dtype} of shape {list(mask.shape)}"
-            raise ValueError(message("mask", f"bool of shape {list(logits.shape[:-1])}", got))
+        check_mask(mask, logits)
         positions = logits[..., 0].numel() if mask is None else int(mask.sum())
-        if not positions:
-            raise ValueError(message("mask", "True at one position or more", "False everywhere"))
         _check_alone()
         if self._probes is None:
             self._probes = TrainingProbes(self.likelihood, seed=self.seed)
