@@ -76,8 +76,9 @@ def test_lightning_logs_the_trace(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    data = [(torch.randn(5, 3), torch.randint(4, (5,))) for _ in range(4)]
-    callback = lightning_callback(data[:1], every=2)
+    samples = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randint(4, (20,)))
+    data = torch.utils.data.DataLoader(samples, batch_size=5)
+    callback = lightning_callback([samples[:5]], every=2)
     logger = loggers.CSVLogger(tmp_path)
     trainer = lightning.Trainer(
         max_steps=4, accelerator="cpu", logger=logger, callbacks=[callback], enable_progress_bar=False,

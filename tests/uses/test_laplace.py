@@ -278,7 +278,7 @@ def test_wrong_calls() -> None:
         laplace.predict([])
     zeroed, _ = digits()
     nn.init.zeros_(zeroed[0].bias)
-    with pytest.raises(ValueError, match=r"all zero in 0\.bias.*per='model'"):
+    with pytest.raises(ValueError, match=r"all zero in 0\.bias.*scope='model'"):
         nm.Laplace(zeroed, nm.fisher_diagonal(zeroed, data)).optimize_prior_precision("tensor")
     running = nm.RunningFisher(model)
     running.step(model(data[0][0]))

@@ -168,17 +168,17 @@ class Laplace:
             raise ValueError(message("data", f"the {self.samples} training samples", f"{samples} samples", advice))
         return total + self._log_occam_factor()
 
-    def optimize_prior_precision(self, per: Literal["model", "tensor"] = "model") -> Self:
+    def optimize_prior_precision(self, scope: Literal["model", "tensor"] = "model") -> Self:
         """Return the posterior with the prior precision of most evidence: one δ for the model, or one for each tensor.
 
         δ‖θ̂‖² = Σ_i h_i/(h_i + δ) with h the eigenvalues of N F: the left side increases with δ and the right side
         decreases, so that there is one solution, and it is the maximum.  No pass over the data is needed.
         """
-        one_of(per, "per", "model", "tensor")
+        one_of(scope, "scope", "model", "tensor")
         self._check_weights()
         names = list(self._given)
         found: dict[str, float] = {}
-        for group in [names] if per == "model" else [[name] for name in names]:
+        for group in [names] if scope == "model" else [[name] for name in names]:
             values = [self.curvature.eigenvalues(name).double().flatten() for name in group]
             norm = sum(float(self._means[name].detach().double().square().sum()) for name in group)
             found |= dict.fromkeys(group, _best_precision(values, norm, group))
@@ -376,7 +376,7 @@ def _best_precision(eigenvalues: list[Tensor], squared_norm: float, names: list[
     if not squared_norm or not count:
         what = "parameters that are all zero" if count else "a Fisher information of zero"
         got = f"{what} in {', '.join(names[:3])}"
-        advice = "Its evidence has no maximum there: use per='model', or leave the tensor out with fim.filter."
+        advice = "Its evidence has no maximum there: use scope='model', or leave the tensor out with fim.filter."
         raise ValueError(message("fim", "such that each prior precision has a maximum of evidence", got, advice))
 
     def excess(delta: float) -> float:
