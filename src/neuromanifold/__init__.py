@@ -38,6 +38,9 @@ from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
+from neuromanifold.uses import optim
+from neuromanifold.uses.laplace import Laplace
+from neuromanifold.uses.trace_penalty import trace_penalty
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -98,6 +101,10 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "Provenance",
     "TraceEstimate",
     "load",
+    # uses
+    "Laplace",
+    "optim",
+    "trace_penalty",
     # version
     "__version__",
 ]

@@ -69,7 +69,7 @@ class Tolerance(NamedTuple):
         return cls(eps, 16 * eps, 0.3, 8) if eps > 1e-4 else cls(eps, 1e3 * eps, 0.02, 2)
 
 
-class _WithParameters(nn.Module):
+class WithParameters(nn.Module):
     """A model whose parameters `functional_call` replaces (as "model.NAME") while a function that calls it runs."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,6 +77,7 @@ class _WithParameters(nn.Module):
         self.model, self.training = model, False
 
     def forward(self, function: Callable[[], Any]) -> Any:
+        """Call a function, which calls the model, while parameters are replaced."""
         return function()
 
 
@@ -92,7 +93,7 @@ class JacobianProducts:
         """Whether several vectors go through the model together; False once that has failed."""
 
         self._names = [f"model.{name}" for name in parameters]
-        self._with_parameters = _WithParameters(model)
+        self._with_parameters = WithParameters(model)
         self._size = max(1, sum(parameter.numel() for parameter in self.parameters))
         self._checked_block = False  # against a single vector
         self._discrepancy = 0.0  # of the method on the first batch
