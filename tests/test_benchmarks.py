@@ -14,7 +14,7 @@ from neuromanifold.kernels import dispatch
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MODULES = sorted(
     ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
-    for path in (*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("gpu/[a-z]*.py"))
+    for path in (*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("gpu/[a-z]*.py"), *BENCHMARKS.glob("uses/[a-z]*.py"))
 )
 NEED_TRITON = {"gpu.shapes"}
 

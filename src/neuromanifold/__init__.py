@@ -38,6 +38,7 @@ from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
+from neuromanifold.uses.consolidation import Consolidation
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -98,6 +99,8 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "Provenance",
     "TraceEstimate",
     "load",
+    # what a Fisher is for: weights
+    "Consolidation",
     # version
     "__version__",
 ]
