@@ -39,6 +39,7 @@ from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 from neuromanifold.uses.consolidation import Consolidation
+from neuromanifold.uses.merging import Merged, merge
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -101,6 +102,8 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "load",
     # what a Fisher is for: weights
     "Consolidation",
+    "Merged",
+    "merge",
     # version
     "__version__",
 ]

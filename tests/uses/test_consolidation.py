@@ -149,7 +149,7 @@ def test_low_precision_and_autocast(dtype: torch.dtype) -> None:
     low = copy.deepcopy(model).to(dtype)
     value = penalty(low)
     assert value.dtype == torch.float32
-    assert float(value) == pytest.approx(expected, rel=0.05)
+    assert value.item() == pytest.approx(expected, rel=0.05)
     value.backward()
     assert low[0].weight.grad is not None  # type: ignore[index]
     assert low[0].weight.grad.dtype == dtype  # type: ignore[index, union-attr]
