@@ -15,9 +15,9 @@ import copy
 import torch
 from common import table
 from torch import Tensor, nn
-from uses.study import accuracy, batches, cell, digits, figure, mean_error, mlp, progress, report, train
 
 import neuromanifold as nm
+from uses.study import accuracy, batches, cell, digits, figure, mean_error, mlp, progress, report, train
 
 WEIGHTS = (0.2, 0.35, 0.5, 0.65, 0.8)  # of the first model
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.5)
@@ -81,7 +81,7 @@ def main() -> None:
         curves: dict[str, list[tuple[float, float]]] = {}
         for method in METHODS:
             settings = WEIGHTS if method.startswith(("average", "fisher")) else SCALES
-            best = max(settings, key=lambda s: sum(score(merged(f, method, s), f, 1) for f in tuning))  # noqa: B023
+            best = max(settings, key=lambda s: sum(score(merged(f, method, s), f, 1) for f in tuning))
             default = 0.5 if settings is WEIGHTS else 1.0
             plain = [score(merged(f, method, default), f, 2) for f in testing]
             values[method] = [score(merged(f, method, best), f, 2) for f in testing]

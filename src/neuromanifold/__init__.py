@@ -40,6 +40,8 @@ from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 from neuromanifold.uses.consolidation import Consolidation
 from neuromanifold.uses.merging import Merged, merge
+from neuromanifold.uses.pruning import PruningPlan, plan_pruning
+from neuromanifold.uses.quantization import QuantizationPlan, QuantizationSensitivity, quantization_sensitivity
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -103,7 +105,12 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     # what a Fisher is for: weights
     "Consolidation",
     "Merged",
+    "PruningPlan",
+    "QuantizationPlan",
+    "QuantizationSensitivity",
     "merge",
+    "plan_pruning",
+    "quantization_sensitivity",
     # version
     "__version__",
 ]
