@@ -4,8 +4,8 @@
     PYTHONPATH=src:benchmarks python -m uses.quantization text --model DIR/pairs   a folder with model/ and data.csv
 
 The budget is what a uniform format takes, with its scales (groups of 32).  Plans choose among 2 to 8 bits for each
-weight; one of them by the rounding errors alone (F = 1 everywhere).  Measured: the KL divergence from the outputs before
-to those after, on test images, and the accuracy.
+weight; one of them by the rounding errors alone (F = 1 everywhere).  Measured: the KL divergence from the outputs
+before to those after, on test images, and the accuracy.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def study_text(folder: Path, samples: int) -> None:
         cells = [f"{plan.loss_increase:.4f}", f"{divergence(before, after):.4f}", f"{right:.1f}"]
         rows.append([f"uniform {budget}", name, f"{plan.bits:.2f}", *cells])
     right = 100 * float((before.argmax(1) == labels).double().mean())
-    text = f"# Mixed precision: {folder.name}\n\nFisher information of {fim.count} rows, measured on {len(labels)} others; "
-    text += f"accuracy before {right:.1f} %.\n\n"
+    text = f"# Mixed precision: {folder.name}\n\nFisher information of {fim.count} rows, measured on "
+    text += f"{len(labels)} others; accuracy before {right:.1f} %.\n\n"
     header = ["budget", "formats chosen by", "bits", "predicted KL", "measured KL", "accuracy, %"]
     report(f"quantization-{folder.name}", text + table(header, rows), rows)
 

@@ -42,6 +42,8 @@ from neuromanifold.uses.consolidation import Consolidation
 from neuromanifold.uses.merging import Merged, merge
 from neuromanifold.uses.pruning import PruningPlan, plan_pruning
 from neuromanifold.uses.quantization import QuantizationPlan, QuantizationSensitivity, quantization_sensitivity
+from neuromanifold.uses.similarity import TaskDistance, task_distance
+from neuromanifold.uses.tuning import LoraPlan, TuningPlan, plan_lora, plan_tuning
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -104,13 +106,19 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "load",
     # what a Fisher is for: weights
     "Consolidation",
+    "LoraPlan",
     "Merged",
     "PruningPlan",
     "QuantizationPlan",
     "QuantizationSensitivity",
+    "TaskDistance",
+    "TuningPlan",
     "merge",
+    "plan_lora",
     "plan_pruning",
+    "plan_tuning",
     "quantization_sensitivity",
+    "task_distance",
     # version
     "__version__",
 ]
