@@ -1,6 +1,7 @@
 """Two fine-tuned networks merged into one: Fisher-weighted, against averages, task arithmetic and TIES.
 
     PYTHONPATH=src:benchmarks python -m uses.merging
+    PYTHONPATH=src:benchmarks python -m uses.merging memory     peak memory of merging two models of 400 MB
 
 A network that knows the digits a little (200 images) is fine-tuned twice, and the two are merged.  Classes: on the
 digits 0-4, and on 5-9.  Domains: on images turned by 90 degrees, and on mirrored ones.  Accuracy is that on test images
@@ -11,9 +12,13 @@ other seeds: the weight of the first model for averages, the scale for task arit
 from __future__ import annotations
 
 import copy
+import sys
+import tempfile
+from collections.abc import Callable
 
 import torch
-from common import table
+from common import peak_memory, table
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import neuromanifold as nm
@@ -65,8 +70,34 @@ def score(model: nn.Module, found: dict[str, object], part: int) -> float:
     return sum(accuracy(model, *task[part]) for task in found["tasks"]) / 2  # type: ignore[attr-defined]
 
 
+def saving(folder: str, shard_size: str) -> Callable[[], object]:
+    """The merge whose memory is measured."""
+    models, fishers = ([f"{folder}/{kind}{i}.safetensors" for i in range(2)] for kind in ("model", "fisher"))
+    return lambda: nm.merge(models, fishers).save(f"{folder}/out-{shard_size}", shard_size)
+
+
+def memory() -> None:
+    """Two models of 100 tensors with a million numbers each, with results as large."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(2):
+            generator = torch.Generator().manual_seed(i)
+            values = {f"layer.{k}.weight": torch.rand(1000, 1000, generator=generator) for k in range(100)}
+            save_file(values, f"{folder}/model{i}.safetensors")
+            noise = {name: torch.zeros(1000, 1000) for name in values}
+            fim = nm.DiagonalFisher(values, noise, 1, 1, nm.Provenance("by hand", "exact"))
+            fim.save(f"{folder}/fisher{i}.safetensors")
+        del values, noise, fim
+        for size in ("4MB", "40MB", "5GB"):
+            rows.append([size, f"{peak_memory('uses.merging:saving', folder, size):.0f}"])
+    text = "# Memory of merging two models\n\nTwo models of 400 MB with results of 800 MB (sums, standard errors).\n\n"
+    report("merging-memory", text + table(["shard size", "peak memory, MiB"], rows), rows)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["memory"]:
+        return memory()
     numbers: dict[str, dict[str, object]] = {}
     text = "# Merging two fine-tuned networks: digits\n"
     for kind in ("classes", "domains"):

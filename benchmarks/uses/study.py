@@ -94,7 +94,7 @@ def cell(values: Sequence[float], factor: float = 1.0, digits: int = 3) -> str:
 def report(name: str, text: str, numbers: Any) -> None:
     """Write the Markdown result with its head, and the numbers behind it."""
     title, _, body = text.strip().partition("\n")
-    command = " ".join([f"python -m uses.{name}", *sys.argv[1:]])
+    command = " ".join(["python -m", f"uses.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     keep(f"uses-{name}", f"{title}\n\n{setting(command, torch.device('cpu'))}\n{body}")
     (RESULTS / f"uses-{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
 

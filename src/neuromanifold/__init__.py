@@ -39,7 +39,7 @@ from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 from neuromanifold.uses.consolidation import Consolidation
-from neuromanifold.uses.merging import Merged, merge
+from neuromanifold.uses.merging.merge import Merged, merge
 from neuromanifold.uses.pruning import PruningPlan, plan_pruning
 from neuromanifold.uses.quantization import QuantizationPlan, QuantizationSensitivity, quantization_sensitivity
 from neuromanifold.uses.similarity import TaskDistance, task_distance

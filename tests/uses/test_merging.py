@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.uses.checkpoints import parse_size, source_of
+from neuromanifold.uses.merging.checkpoints import parse_size, source_of
 from tests.cli.commands import bad, good
 from tests.uses.models import bert, diagonal, moved, network, tokens
 
@@ -189,7 +189,7 @@ def test_one_tensor_is_read_at_a_time(folders: list[Path], tmp_path: Path, monke
     """No tensor of an input is alive when one of another name is read."""
     import weakref
 
-    from neuromanifold.uses import checkpoints
+    from neuromanifold.uses.merging import checkpoints
 
     opened, alive = checkpoints.safe_open, list[tuple[str, weakref.ref[Tensor]]]()
 

@@ -10,7 +10,7 @@ import typer
 from neuromanifold.cli.console import note
 from neuromanifold.cli.options import NoProgress, option
 from neuromanifold.results.files import FileError, load_tensors
-from neuromanifold.uses.merging import METHODS, merge
+from neuromanifold.uses.merging.merge import METHODS, merge
 
 
 def merge_command(

@@ -27,8 +27,8 @@ from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.diagonal import diagonal_from_file
 from neuromanifold.results.files import load_tensors
 from neuromanifold.results.table import text_table
-from neuromanifold.uses.checkpoints import TensorSource, from_files, parse_size, source_of, write_checkpoint
 from neuromanifold.uses.matching import check_diagonal, first_of, matched_shapes
+from neuromanifold.uses.merging.checkpoints import TensorSource, from_files, parse_size, source_of, write_checkpoint
 
 METHODS = ("fisher", "average", "task-arithmetic", "ties")
 _WITHOUT = "averaged, without a Fisher"
