@@ -78,7 +78,6 @@ def saving(folder: str, shard_size: str) -> Callable[[], object]:
 
 def memory() -> None:
     """Two models of 100 tensors with a million numbers each, with results as large."""
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for i in range(2):
             generator = torch.Generator().manual_seed(i)
@@ -88,8 +87,8 @@ def memory() -> None:
             fim = nm.DiagonalFisher(values, noise, 1, 1, nm.Provenance("by hand", "exact"))
             fim.save(f"{folder}/fisher{i}.safetensors")
         del values, noise, fim
-        for size in ("4MB", "40MB", "5GB"):
-            rows.append([size, f"{peak_memory('uses.merging:saving', folder, size):.0f}"])
+        peaks = {size: peak_memory("uses.merging:saving", folder, size) for size in ("4MB", "40MB", "5GB")}
+    rows = [[size, f"{peak:.0f}"] for size, peak in peaks.items()]
     text = "# Memory of merging two models\n\nTwo models of 400 MB with results of 800 MB (sums, standard errors).\n\n"
     report("merging-memory", text + table(["shard size", "peak memory, MiB"], rows), rows)
 
@@ -97,7 +96,8 @@ def memory() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:] == ["memory"]:
-        return memory()
+        memory()
+        return
     numbers: dict[str, dict[str, object]] = {}
     text = "# Merging two fine-tuned networks: digits\n"
     for kind in ("classes", "domains"):

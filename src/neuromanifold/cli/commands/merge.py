@@ -40,7 +40,7 @@ def merge_command(
     differing: Annotated[
         str, option("Options", "error, or first: take tensors that are not the same in all from the first model.")
     ] = "error",
-    shard_size: Annotated[str, option("Options", "Largest file of weights, and of memory for them.")] = "5GB",
+    shard_size: Annotated[str, option("Options", "Largest file of weights; memory holds up to two of them.")] = "5GB",
     no_progress: NoProgress = False,
 ) -> None:
     """Merge models of one architecture: each parameter weighted by its Fisher information; or by other methods.

@@ -144,7 +144,7 @@ def write_checkpoint(
     shard_size: int,
     progress: bool,
 ) -> None:
-    """Write the tensors to a new folder, at most a shard in memory; written aside and renamed at the end.
+    """Write the tensors to a new folder, aside and renamed at the end; memory holds a shard and its serialized copy.
 
     All files of `configuration` but weights and its model card are copied; `notes` become merge.json.
     """

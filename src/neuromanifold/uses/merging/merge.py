@@ -113,7 +113,7 @@ class Merged(Mapping[str, Tensor]):
     def save(self, folder: str | Path, shard_size: str | int = "5GB", progress: bool = False) -> None:
         """Write a folder as transformers reads it: weights in shards, and the other files of the first model's folder.
 
-        The folder is written aside and renamed; at most a shard is held in memory.  merge.json says what was merged.
+        The folder is written aside and renamed; memory holds up to two shards.  merge.json says what was merged.
         """
         first = self.models[0]
         sizes = {n: torch.Size(first.shapes[n]).numel() * first.dtypes[n].itemsize for n in self}
