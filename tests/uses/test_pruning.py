@@ -88,6 +88,8 @@ def test_rows_go_with_their_bias() -> None:
     pruned = plan.apply(copy.deepcopy(model))
     hidden = pruned[1](pruned[0](torch.randn(2, 4, 4, 4, dtype=torch.float64)))  # type: ignore[index]
     assert not hidden[:, ~plan.masks["0.bias"]].any()
+    same = nm.plan_pruning(model, fim, 0.5, structure="rows", parameters=["0.*", "2.*"])
+    assert all(torch.equal(mask, plan.masks[name]) for name, mask in same.masks.items())
     everything = nm.plan_pruning(model, fim, 0.99, structure="rows", parameters=["0.weight", "2.weight"])
     assert all(mask.any() for mask in everything.masks.values())
 
@@ -178,6 +180,8 @@ def test_bad_input() -> None:
         nm.plan_pruning(model, fim, structure="blocks")
     with pytest.raises(ValueError, match="given for structure='rows'"):
         nm.plan_pruning(model, fim, structure="rows")
+    with pytest.raises(ValueError, match="a selection with matrices"):
+        nm.plan_pruning(model, fim, structure="rows", parameters="*.bias")
     with pytest.raises(ValueError, match="attention is found by name, got Sequential"):
         nm.plan_pruning(model, fim, structure="heads")
     plan = nm.plan_pruning(model, fim)

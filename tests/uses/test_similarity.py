@@ -105,6 +105,10 @@ def test_a_model_of_transformers_and_the_command(tmp_path: Path) -> None:
         one.save(tmp_path / f"{name}.safetensors")
     text = good("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert f"cosine {nm.task_distance(a, b).value:.4g}, frechet" in text
+    for values in a.sums.values():
+        values.zero_()
+    a.save(tmp_path / "zero.safetensors")
+    assert "cosine –, frechet –" in good("compare", tmp_path / "zero.safetensors", tmp_path / "b.safetensors")
 
 
 def test_bad_input() -> None:

@@ -117,6 +117,10 @@ def plan_pruning(
             advice = "Name them with parameters=, of a model whose config has num_attention_heads."
             raise ValueError(message("model", "one whose attention is found by name", type(model).__name__, advice))
     weights = weights_of(model, fim, parameters)
+    if structure in ("rows", "heads"):
+        weights = [weight for weight in weights if weight.parameter.ndim > 1]
+        if not weights:
+            raise ValueError(message("parameters", "a selection with matrices", repr(parameters)))
     _refuse_tied(model, weights)
     if pattern:
         keep, of = int(pattern[1]), int(pattern[2])

@@ -46,7 +46,7 @@ class TaskDistance:
         return f"{self.metric} {self.value:.4g}{error}"
 
 
-class _Metric(NamedTuple):
+class _SumsDistance(NamedTuple):
     """Sums over entries of functions of (x, y, their variances), and the distance as a function of the sums."""
 
     sums: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -75,9 +75,9 @@ def _angle(sums: Tensor) -> Tensor:
 
 
 METRICS = {
-    "cosine": _Metric(_cosine, _angle),
-    "frechet": _Metric(_frechet, _angle),  # its square
-    "task2vec": _Metric(_task2vec, _angle),
+    "cosine": _SumsDistance(_cosine, _angle),
+    "frechet": _SumsDistance(_frechet, _angle),  # its square
+    "task2vec": _SumsDistance(_task2vec, _angle),
 }
 
 
@@ -146,7 +146,7 @@ def _distance(a: DiagonalFisher, b: DiagonalFisher, metric: str) -> TaskDistance
 
 
 def _errors(
-    a: DiagonalFisher, b: DiagonalFisher, names: dict[str, str], kind: _Metric, slopes: Tensor
+    a: DiagonalFisher, b: DiagonalFisher, names: dict[str, str], kind: _SumsDistance, slopes: Tensor
 ) -> tuple[float, float]:
     """Σ_i |∂d/∂x_i| σ_i of either result."""
     errors = torch.zeros(2, dtype=torch.float64)

@@ -48,7 +48,7 @@ def compare_command(
     groups |= {TOTAL: list(a)} if len(groups) > 1 else {}
     rows = [(component, *_comparison_cells(a, b, names)) for component, names in groups.items()]
     print_table(f"{file.name} against {reference.name}, per sample", _HEADER, rows, _NOTES)
-    facts: dict[str, object] = {"distances": ", ".join(str(task_distance(a, b, metric)) for metric in METRICS)}
+    facts: dict[str, object] = {"distances": ", ".join(_distance(a, b, metric) for metric in METRICS)}
     about = {letter: (one, one.provenance) for letter, one in zip("AB", loaded, strict=True)}
     print_facts(
         facts
@@ -68,6 +68,14 @@ def _comparison_cells(a: DiagonalFisher, b: DiagonalFisher, names: Sequence[str]
         f"{found.rank_correlation:.4f}",
         f"{100 * coverage(a, b):.1f} %" if random else "–",
     )
+
+
+def _distance(a: DiagonalFisher, b: DiagonalFisher, metric: str) -> str:
+    """The distance between the tasks as text; a dash where one is zero or below its noise."""
+    try:
+        return str(task_distance(a, b, metric))
+    except ValueError:
+        return f"{metric} –"
 
 
 def _means(result: DiagonalFisher, names: Sequence[str]) -> DiagonalFisher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def merge_command(
         differing=differing,
     )
     typer.echo(str(merged))
-    merged.save(output, shard_size, progress=not no_progress)
+    merged.save(output, shard_size, progress=not no_progress and sys.stderr.isatty())
     note(f"Written: {output}")
 
 

@@ -33,7 +33,7 @@ _INDEX, _SINGLE, _ADAPTER = "model.safetensors.index.json", "model.safetensors",
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorSource(Mapping[str, Tensor]):
     """Tensors by name, each of which is read when it is asked for."""
 
