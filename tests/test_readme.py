@@ -11,7 +11,8 @@ import pytest
 import neuromanifold as nm
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("[!_]*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMISE = re.compile(r"^(print\(.*\))\s+#\s(.*)$", re.MULTILINE)
 

@@ -39,8 +39,14 @@ from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 from neuromanifold.uses import optim
+from neuromanifold.uses.consolidation import Consolidation
 from neuromanifold.uses.laplace import Laplace
+from neuromanifold.uses.merging.merge import merge
+from neuromanifold.uses.pruning import plan_pruning
+from neuromanifold.uses.quantization import quantization_sensitivity
+from neuromanifold.uses.similarity import task_distance
 from neuromanifold.uses.trace_penalty import trace_penalty
+from neuromanifold.uses.tuning import plan_lora, plan_tuning
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -102,8 +108,15 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "TraceEstimate",
     "load",
     # uses
+    "Consolidation",
     "Laplace",
+    "merge",
     "optim",
+    "plan_lora",
+    "plan_pruning",
+    "plan_tuning",
+    "quantization_sensitivity",
+    "task_distance",
     "trace_penalty",
     # version
     "__version__",

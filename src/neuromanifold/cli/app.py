@@ -17,6 +17,7 @@ from neuromanifold.cli.commands.demo import demo_command
 from neuromanifold.cli.commands.env import env_command
 from neuromanifold.cli.commands.estimate import estimate_command
 from neuromanifold.cli.commands.forecast import forecast_command
+from neuromanifold.cli.commands.merge import merge_command
 from neuromanifold.cli.commands.report import report_command
 from neuromanifold.cli.commands.reproduce import reproduce_command
 from neuromanifold.cli.commands.show import show_command
@@ -33,6 +34,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Model and data": (estimate_command, forecast_command, check_command, bounds_command),
     "Results": (show_command, compare_command, combine_command, report_command),
+    "Uses": (merge_command,),
     "Experiments and environment": (demo_command, reproduce_command, core_space_command, env_command),
 }
 for panel, commands in _PANELS.items():

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,15 +82,15 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `save_tensors` wrote: the tensors, and the header with its "kind"."""
+def load_tensors(path: str | Path, only: Container[str] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `save_tensors` wrote: the tensors (or `only` some of them), and the header with its "kind"."""
     start = _beginning(path)
     try:
         with safe_open(path, framework="pt") as file:
             head, names = dict(file.metadata() or {}), list(file.keys())
             holds = f"It holds {len(names)} tensors such as {names[0]!r}: the weights of a model? " if names else ""
             _check_head(path, head, holds + _ESTIMATE)
-            return {name: file.get_tensor(name) for name in names}, head
+            return {name: file.get_tensor(name) for name in names if only is None or name in only}, head
     except SafetensorError as error:
         what = "is truncated or damaged" if start[8:9] == b"{" else "is not a safetensors file, or is damaged"
         raise FileError(f"{path} {what} ({error}). {_AGAIN}") from error

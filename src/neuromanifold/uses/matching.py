@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
@@ -11,6 +13,7 @@ from neuromanifold.problem.model import plain_name
 from neuromanifold.results import DiagonalFisher
 
 _SHOWN = 3  # differences that a message lists
+_ADVICE = "Make one with nm.fisher_diagonal(model, data), or read one with nm.load."
 
 
 def matched(fim: DiagonalFisher, tensors: Mapping[str, Tensor], argument: str = "fim") -> dict[str, str]:
@@ -18,24 +21,70 @@ def matched(fim: DiagonalFisher, tensors: Mapping[str, Tensor], argument: str = 
 
     A parameter that is not there, or has another shape, is an error that lists the first few differences.
     """
+    check_diagonal(fim, argument)
+    shapes = {name: values.shape for name, values in fim.sums.items()}
+    advice = f"It was made for {fim.provenance.model or 'another model'}; fim.filter(...) selects parameters."
+    return matched_shapes(
+        shapes, {name: t.shape for name, t in tensors.items()}, fim.provenance.tied, argument, "a result", advice
+    )
+
+
+def check_diagonal(fim: object, argument: str = "fim") -> DiagonalFisher:
+    """Return the result if it is a diagonal of at least one parameter."""
     if not isinstance(fim, DiagonalFisher):
-        advice = "Make one with nm.fisher_diagonal(model, data), or read one with nm.load."
-        raise TypeError(message(argument, "an nm.DiagonalFisher", type(fim).__name__, advice))
+        raise TypeError(message(argument, "an nm.DiagonalFisher", type(fim).__name__, _ADVICE))
     if not len(fim):
         raise ValueError(message(argument, "a result with at least one parameter", "an empty selection"))
-    names = {plain_name(name): name for name in tensors}
-    aliases = {held: other for other, held in fim.provenance.tied.items()}
+    return fim
+
+
+def finite_mean(fim: DiagonalFisher, name: str) -> Tensor:
+    """Return the entries of a parameter per sample, in float32 or better; what is infinite or no number is refused."""
+    values = (fim.sums[name] / fim.count).to(torch.promote_types(fim.sums[name].dtype, torch.float32))
+    if not bool(values.isfinite().all()):
+        raise ValueError(message("fim", "finite", f"infinities or NaN in {name!r}", "Were outputs finite on all data?"))
+    return values
+
+
+def matched_shapes(
+    shapes: Mapping[str, Sequence[int]],
+    there: Mapping[str, Sequence[int]],
+    tied: Mapping[str, str],
+    argument: str,
+    noun: str,
+    advice: str,
+) -> dict[str, str]:
+    """Return for each name of `shapes` the one that it has `there`; raise an error that lists the first differences."""
+    names = {plain_name(name): name for name in there}
+    aliases = {held: other for other, held in tied.items()}
     found, wrong = {}, []
-    for name, values in fim.sums.items():
-        there = names.get(plain_name(name)) or names.get(aliases.get(name, ""))
-        if there is None:
+    for name, shape in shapes.items():
+        other = names.get(plain_name(name)) or names.get(aliases.get(name, ""))
+        if other is None:
             wrong.append(f"{name} is missing")
-        elif tensors[there].shape != values.shape:
-            wrong.append(f"{name} has shape {list(tensors[there].shape)} instead of {list(values.shape)}")
+        elif list(there[other]) != list(shape):
+            wrong.append(f"{name} has shape {list(there[other])} instead of {list(shape)}")
         else:
-            found[name] = there
+            found[name] = other
     if wrong:
-        listed = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
-        advice = f"It was made for {fim.provenance.model or 'another model'}; fim.filter(...) selects parameters."
-        raise ValueError(message(argument, "a result of the same parameters as the model's", listed, advice))
+        raise ValueError(message(argument, f"{noun} of the same parameters as the model's", first_of(wrong), advice))
+    return found
+
+
+def first_of(differences: Sequence[str]) -> str:
+    """Return the first few differences as text, and how many more there are."""
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "; ".join(differences[:_SHOWN]) + more
+
+
+def selected(names: Sequence[str], patterns: str | Sequence[str], argument: str = "parameters") -> list[str]:
+    """Return the names that match one of the patterns; a pattern that matches none is an error."""
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            begin = f"The names begin with {', '.join(names[:3])}; patterns match whole names, e.g. '*.weight'."
+            raise ValueError(message(argument, "a selection that matches something", repr(pattern), begin))
+    found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not found:
+        raise ValueError(message(argument, "a selection of at least one parameter", "none"))
     return found

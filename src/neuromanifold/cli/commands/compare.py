@@ -18,13 +18,15 @@ from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.diagonal import load_diagonal
 from neuromanifold.results.naming import components
 from neuromanifold.results.table import TOTAL
+from neuromanifold.uses.similarity import METRICS, task_distance
 
 _HEADER = ("component", "parameters", "RelMAE", "scale", "cosine", "rank corr.", "2 s.e.")
 _NOTES = """\
 RelMAE:  mean of |a - b|/b over entries with b > 0
 scale:   Σa/Σb
 2 s.e.:  share of entries b > 0 with |a - b| within two standard errors of it,
-         95 % if both estimate the same; –: not random"""
+         95 % if both estimate the same; –: not random
+distances: between tasks, from 0 to 1, ± standard error (at most)"""
 
 
 def compare_command(
@@ -32,7 +34,7 @@ def compare_command(
     reference: Annotated[Path, typer.Argument(help="The reference.", metavar="B")],
     parameters: Patterns = None,
 ) -> None:
-    """Compare two results: relative error, scale, cosine and rank correlation of each component's entries."""
+    """Compare two results: errors, scale, cosine and rank correlation of each component; distances between tasks."""
     loaded = [load_diagonal(path) for path in (file, reference)]
     a, b = (one.filter(*parameters) if parameters else one for one in loaded)
     differ = sorted(
@@ -46,9 +48,11 @@ def compare_command(
     groups |= {TOTAL: list(a)} if len(groups) > 1 else {}
     rows = [(component, *_comparison_cells(a, b, names)) for component, names in groups.items()]
     print_table(f"{file.name} against {reference.name}, per sample", _HEADER, rows, _NOTES)
+    facts: dict[str, object] = {"distances": ", ".join(_distance(a, b, metric) for metric in METRICS)}
     about = {letter: (one, one.provenance) for letter, one in zip("AB", loaded, strict=True)}
     print_facts(
-        {k: f"{brief(p.estimator)}, {one.count:,} samples of {p.data}; {p.model}" for k, (one, p) in about.items()}
+        facts
+        | {k: f"{brief(p.estimator)}, {one.count:,} samples of {p.data}; {p.model}" for k, (one, p) in about.items()}
     )
 
 
@@ -64,6 +68,14 @@ def _comparison_cells(a: DiagonalFisher, b: DiagonalFisher, names: Sequence[str]
         f"{found.rank_correlation:.4f}",
         f"{100 * coverage(a, b):.1f} %" if random else "–",
     )
+
+
+def _distance(a: DiagonalFisher, b: DiagonalFisher, metric: str) -> str:
+    """The distance between the tasks as text; a dash where one is zero or below its noise."""
+    try:
+        return str(task_distance(a, b, metric))
+    except ValueError:
+        return f"{metric} –"
 
 
 def _means(result: DiagonalFisher, names: Sequence[str]) -> DiagonalFisher:
