@@ -21,6 +21,7 @@ from neuromanifold.estimators import (
 from neuromanifold.hf import load_data, load_model
 from neuromanifold.operators import FisherFactors, FisherMatrix
 from neuromanifold.operators.factors import fisher_factors
+from neuromanifold.operators.kronecker import KroneckerFisher, fisher_kronecker
 from neuromanifold.operators.matrix import fisher_matrix
 from neuromanifold.operators.metric import NotConvergedWarning
 from neuromanifold.operators.operator import FisherOperator, fisher_operator
@@ -70,6 +71,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "fisher_bounds",
     "fisher_diagonal",
     "fisher_factors",
+    "fisher_kronecker",
     "fisher_matrix",
     "fisher_operator",
     "fisher_trace",
@@ -93,6 +95,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "FisherFactors",
     "FisherMatrix",
     "FisherOperator",
+    "KroneckerFisher",
     "NetworkBounds",
     "NotConvergedWarning",
     "Provenance",

@@ -264,7 +264,8 @@ class PerSample(Method):
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         independent = self._estimator.independent_passes
-        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more or cotangent.left > 1)
+        more = more or cotangent.left > 1
+        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more, cotangent.weights)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

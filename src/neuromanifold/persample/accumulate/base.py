@@ -23,6 +23,7 @@ class Pass(NamedTuple):
     sample_noise: float = 0.0
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
+    weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
 
 
 class TakesForms(Protocol):
