@@ -31,9 +31,13 @@ def kronecker_factors(
     """
     model = copy.deepcopy(model).double().eval()
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = model.get_submodule(layer).register_forward_hook(
-        lambda _, inputs, output: (output.retain_grad(), seen.append((inputs[0].detach(), output)))[1]
-    )
+
+    def see(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        del module
+        output.retain_grad()
+        seen.append((inputs[0].detach(), output))
+
+    handle = model.get_submodule(layer).register_forward_hook(see)
     logits = forward(model)
     handle.remove()
     module = model.get_submodule(layer)
@@ -47,7 +51,7 @@ def kronecker_factors(
         for k in range(columns.shape[-1]):
             for _, output in seen:
                 output.grad = None
-            (rows[row] @ columns[row, :, k]).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            (rows[row] @ columns[row, :, k]).backward(retain_graph=True)
             for _, output in seen:
                 g = torch.zeros_like(output) if output.grad is None else output.grad
                 g = _outputs(module, g)  # [n, t, o]
@@ -61,7 +65,7 @@ def _inputs(module: nn.Module, x: Tensor) -> Tensor:
     """Return the inputs of a layer as [n, t, i]: of a convolution, the windows of the image."""
     if isinstance(module, nn.Conv2d):
         options = {name: getattr(module, name) for name in ("dilation", "padding", "stride")}
-        return nn.functional.unfold(x, module.kernel_size, **options).mT  # type: ignore[arg-type]
+        return nn.functional.unfold(x, module.kernel_size, **options).mT
     return x.reshape(len(x), -1, x.shape[-1])
 
 

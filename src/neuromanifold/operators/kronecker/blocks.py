@@ -18,7 +18,6 @@ from neuromanifold.core.checks import message
 from neuromanifold.operators.krylov import times
 
 Kind = Literal["kronecker", "table", "tied table", "dense", "dense rows", "diagonal", "unused"]
-Values = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +29,7 @@ class Block:
     eigenvalues: Tensor  # E [G, L, R]
     left: Tensor | None = None  # U [G, L, L]; None: the identity
     right: Tensor | None = None  # V [G, R, R]
-    factor_values: Values | None = None  # eigenvalues [G, L] and [G, R] of the factors' sums
+    factor_values: tuple[Tensor, ...] | None = None  # eigenvalues [G, L] and [G, R] of the factors' sums
     terms: float = 1.0  # F ≈ L ⊗ R/terms
     stderr: Tensor | None = None  # of E, if it was corrected
     turned: bool = False  # the bias is a row
@@ -132,8 +131,8 @@ class Block:
         ours, theirs = self.factors(), other.factors()
         if self.kind == "tied table":
             return product_block(self, *nearest([(*ours, self.terms), (*theirs, other.terms)]), 1.0)
-        sums = (a + b.to(a) for a, b in zip(ours, theirs, strict=True))
-        return product_block(self, *sums, self.terms + other.terms)
+        left, right = (a + b.to(a) for a, b in zip(ours, theirs, strict=True))
+        return product_block(self, left, right, self.terms + other.terms)
 
     def matrices(self) -> Tensor:
         """Return the dense block, or the blocks of its rows, [rows, w, w]."""
@@ -149,9 +148,10 @@ class Block:
 
     def to(self, target: torch.device | torch.dtype | str) -> Block:
         """Return the block on another device, or in another precision."""
-        moved = {name: value.to(target) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        left, right, stderr = (None if t is None else t.to(target) for t in (self.left, self.right, self.stderr))
         values = None if self.factor_values is None else tuple(value.to(target) for value in self.factor_values)
-        return replace(self, **moved, factor_values=values)
+        eigenvalues = self.eigenvalues.to(target)
+        return replace(self, eigenvalues=eigenvalues, left=left, right=right, stderr=stderr, factor_values=values)
 
 
 def dense_block(names: tuple[str, ...], matrices: Tensor, kind: Kind) -> Block:
@@ -172,7 +172,7 @@ def eigenvectors(factor: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, factor
     try:
         values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:  # float32 may not converge where many eigenvalues are equal
+    except RuntimeError:  # float32 may not converge where many eigenvalues are equal
         values, vectors = (t.to(factor.dtype) for t in torch.linalg.eigh(factor.double()))
     return vectors, values.clamp(min=0)
 
@@ -180,8 +180,8 @@ def eigenvectors(factor: Tensor) -> tuple[Tensor | None, Tensor]:
 def nearest(parts: Sequence[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor]:
     """Return L and R with L ⊗ R nearest to Σ_u L_u ⊗ R_u/t_u, in Frobenius norm, for one group and parts (L, R, t).
 
-    Both are sums of the parts with weights x and A x/(xᵀAx), for x the leading eigenvector of B A with the Gram matrices
-    A of the L_u and B of the R_u (Van Loan and Pitsianis 1993).  All products are positive, and so are x and the result.
+    Both are sums of the parts with weights x and A x/(xᵀAx), for x the leading eigenvector of B A with the Gram
+    matrices A of the L_u and B of the R_u (Van Loan and Pitsianis 1993), whose entries are positive: so is the result.
     """
     lefts = [left.double() / t for left, _, t in parts]
     rights = [right.double() for _, right, _ in parts]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ class KroneckerFisher(StoredMetric):
 
     @property
     def corrected(self) -> bool:
-        """Whether the eigenvalues of layers are those of F in the basis of the factors, and not those of the factors."""
+        """Whether the eigenvalues of layers are the diagonal of F in the basis of the factors' eigenvectors."""
         return any(block.is_corrected for block in self.blocks.values())
 
     @property
@@ -181,7 +180,9 @@ class KroneckerFisher(StoredMetric):
             if not damping and values.numel() and float(values.amin()) <= rounding:
                 got = f"0, where {int((values <= rounding).sum()):,} of {values.numel():,} eigenvalues of "
                 got += f"{' and '.join(block.names)} ({block.how}) are zero"
-                raise ValueError(message("damping", "a number > 0 for a singular F", got, "Try 1e-3 times the largest."))
+                raise ValueError(
+                    message("damping", "a number > 0 for a singular F", got, "Try 1e-3 times the largest.")
+                )
             return (values + damping).pow(power)
 
         return values
@@ -229,9 +230,7 @@ class KroneckerFisher(StoredMetric):
     ) -> KroneckerFisher:
         count, positions = counts or (self.count, self.positions)
         provenance = provenance or self.provenance
-        return KroneckerFisher(
-            blocks, self.layout, count, provenance, self.reduction, self.weight_sharing, positions
-        )
+        return KroneckerFisher(blocks, self.layout, count, provenance, self.reduction, self.weight_sharing, positions)
 
     def to(self, target: torch.device | torch.dtype | str) -> KroneckerFisher:
         """The result on another device, or in another floating-point type (float32 or float64)."""
@@ -255,7 +254,8 @@ class KroneckerFisher(StoredMetric):
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
-        tensors, heads = {}, []
+        tensors: dict[str, Tensor] = {}
+        heads = []
         for i, block in enumerate(self.blocks.values()):
             tensors |= {f"{i}/{side}": value for side in _SIDES if (value := getattr(block, side)) is not None}
             for side, values in zip(("left", "right"), block.factor_values or (), strict=False):
@@ -273,12 +273,10 @@ def kronecker_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> 
     """The result that `KroneckerFisher.save` wrote."""
     blocks = []
     for i, one in enumerate(json.loads(head["blocks"])):
-        block = Block(tuple(one["names"]), one["kind"], tensors[f"{i}/eigenvalues"])
-        sides = {side: tensors.get(f"{i}/{side}") for side in _SIDES[1:]}
-        values = None
-        if f"{i}/left_values" in tensors:
-            values = tensors[f"{i}/left_values"], tensors[f"{i}/right_values"]
-        blocks.append(replace(block, **sides, factor_values=values, terms=one["terms"], turned=one["turned"]))
+        left, right, stderr = (tensors.get(f"{i}/{side}") for side in _SIDES[1:])
+        values = tuple(tensors[f"{i}/{side}_values"] for side in ("left", "right") if f"{i}/{side}_values" in tensors)
+        numbers = values or None, one["terms"], stderr, one["turned"]
+        blocks.append(Block(tuple(one["names"]), one["kind"], tensors[f"{i}/eigenvalues"], left, right, *numbers))
     layout, count, provenance, reduction = stored_fields(head)
     more = head["weight_sharing"], int(head["positions"])
     return KroneckerFisher(blocks, layout, count, provenance, reduction, *more)

@@ -60,7 +60,7 @@ def fisher_kronecker(
     checkpoint: str | Path | Checkpoint | None = None,
     shard: tuple[int, int] | None = None,
 ) -> KroneckerFisher:
-    """Return F as a block for each layer, from the eigenvectors of two Kronecker factors and eigenvalues in their basis.
+    """Return F as a block for each layer: eigenvectors of two Kronecker factors, and eigenvalues in their basis.
 
     The gradient of a sample for a layer's weight is G_n = Σ_t l_nt r_ntᵀ, with output gradients l and inputs r at its
     positions t (a bias is the weight of a further input that is always 1).  From the sums L = Σ l lᵀ and R = Σ r rᵀ,
@@ -71,20 +71,18 @@ def fisher_kronecker(
     where T is the number of terms in both sums.  The corrected eigenvalues are unbiased for the diagonal of F in that
     basis, with standard errors: they take a second pass over the data, whose noise is independent of the basis.
 
-    Other arguments as in `fisher_diagonal`, and:
+    Arguments as in `fisher_diagonal`, and:
 
-    Args:
-        estimator: any that is right per sample; `nm.Hutchinson()` unless given, and `nm.Exact()` is type-2 KFAC.
-        weight_sharing: "expand" takes each position of a sample (of a sequence, of a convolution) for a sample of its
-            own; "reduce" sums output gradients and averages inputs over positions first (Eschenhagen et al. 2023).
-        basis: an earlier result whose eigenvectors are taken: then there is one pass, and `weight_sharing` is that of
-            the basis.  Results in one basis add, as those of shards.
-        max_block: a parameter whose gradient is no such sum (norms, position tables, parameters without a rule) gets a
-            dense block if it has at most that many entries, else dense blocks of its rows where these have max_block²
-            numbers at most, else its diagonal.
-        max_side: a factor with more features than that, such as a vocabulary, is diagonal.
-        checkpoint: of the pass over the eigenvalues; the factors' is beside it, with ".factors" added to its name.
-
+    - `estimator`: any that is right per sample; `nm.Hutchinson()` unless given, and `nm.Exact()` is type-2 KFAC.
+    - `weight_sharing`: "expand" takes each position of a sample (of a sequence, of a convolution) for a sample of its
+      own; "reduce" sums output gradients and averages inputs over positions first (Eschenhagen et al. 2023).
+    - `basis`: an earlier result whose eigenvectors are taken: then there is one pass, and `weight_sharing` is that of
+      the basis.  Results in one basis add, as those of shards.
+    - `max_block`: a parameter whose gradient is no such sum (norms, position tables, parameters without a rule) gets a
+      dense block if it has at most that many entries, else dense blocks of its rows where these have max_block²
+      numbers at most, else its diagonal.
+    - `max_side`: a factor with more features than that, such as a vocabulary, is diagonal.
+    - `checkpoint`: of the pass over the eigenvalues; the factors' is beside it, with ".factors" added to its name.
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(eigenvalues, "eigenvalues", "corrected", "kronecker")
@@ -160,8 +158,8 @@ def _eigenvalues(
         dtype, device = promoted(tensors[i].dtype), tensors[i].device
         left, right = (None if side is None else side.to(device, dtype) for side in (block.left, block.right))
         bias = names.index(block.names[1]) if len(block.names) > 1 else None
-        groups, *sizes = block.eigenvalues.shape
-        bases[i] = Basis(FactorShape(i, bias, groups, *sizes, block.turned, _KINDS.index(block.kind)), left, right)
+        shape = FactorShape(i, bias, *block.eigenvalues.shape, block.turned, _KINDS.index(block.kind))  # type: ignore[call-arg]
+        bases[i] = Basis(shape, left, right)
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     sums = EigenvalueSums(tensors, bases, max_block, random, alike)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))

@@ -128,7 +128,9 @@ class FactorSums:
     @torch.no_grad()
     def end_pass(self) -> None:
         """Take what has come without a partner."""
-        joint = {number for shape in self.shapes.values() if shape.bias is not None for number in (shape.weight, shape.bias)}
+        joint = {
+            number for shape in self.shapes.values() if shape.bias is not None for number in (shape.weight, shape.bias)
+        }
         for pair in self._pairs.left():
             if pair[0] in joint:
                 raise _changed(pair[0], "a weight without its bias, or the other way round")
@@ -281,7 +283,7 @@ def shape_of_factors(i: int, j: int | None, form: Form, bias: Form | None) -> Fa
     A convolution with a single channel in each group has dense blocks, which are exact, instead.
     """
     if isinstance(form, (Rows, Tied)):
-        return FactorShape(i, None, 1, *form.shape, turned=True, tables=2 if isinstance(form, Tied) else 1)
+        return FactorShape(i, None, 1, form.shape[0], form.shape[1], True, 2 if isinstance(form, Tied) else 1)
     stop = next((stop for _, stop in form.product_pieces()), 0)
     product = form.product_of(0, stop)
     if product is None:
@@ -292,8 +294,7 @@ def shape_of_factors(i: int, j: int | None, form: Form, bias: Form | None) -> Fa
         return None
     outputs = product.right if product.turned else product.left
     if bias is not None and j is not None and bool(_is_sum(bias.gradients(0, stop, promoted(outputs.dtype)), outputs)):
-        sides = (left + 1, right) if product.turned else (left, right + 1)
-        return FactorShape(i, j, groups, *sides, product.turned)
+        return FactorShape(i, j, groups, left + product.turned, right + (not product.turned), product.turned)
     return FactorShape(i, None, groups, left, right, product.turned)
 
 
@@ -303,12 +304,13 @@ def _is_sum(bias: Tensor, outputs: Tensor) -> Tensor:
     if bias.ndim != 2 or bias.shape != sums.shape:
         return torch.zeros((), dtype=torch.bool, device=bias.device)
     size = torch.linalg.vector_norm(outputs.to(bias.dtype).abs().sum(-2))
-    return torch.linalg.vector_norm(bias - sums) <= _TOLERANCE * size
+    found: Tensor = torch.linalg.vector_norm(bias - sums) <= _TOLERANCE * size
+    return found
 
 
 def refuse_late(numbers: Sequence[int], shapes: dict[int, FactorShape]) -> None:
     """Raise if parameters that have factors are left to autograd in a later batch."""
-    taken = {n for shape in shapes.values() for n in (shape.weight, shape.bias)}
+    taken = {n for shape in shapes.values() for n in (shape.weight, shape.bias) if n is not None}
     if late := sorted(taken.intersection(numbers)):
         raise _changed(late[0], "a gradient that autograd has summed over the batch")
 

@@ -59,7 +59,7 @@ class Form(ABC):
         return total
 
     def product_of(self, start: int, stop: int) -> Product | None:
-        """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are not of its kind."""
+        """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are no such sum."""
         del start, stop
         return None
 

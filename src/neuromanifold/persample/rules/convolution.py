@@ -169,8 +169,8 @@ class Convolution(Form):
     def product_of(self, start: int, stop: int) -> Product:
         product = self._product(start, stop)
         if self.groups > 1:  # [n, t, G·d] as [n, G, t, d]
-            sides = (t.unflatten(-1, (self.groups, -1)).movedim(-2, 1) for t in (product.left, product.right))
-            product = Product(*sides, self.shape, turned=self.transposed)
+            left, right = (t.view(*t.shape[:2], self.groups, -1).movedim(2, 1) for t in (product.left, product.right))
+            product = Product(left, right, self.shape, turned=self.transposed)
         return product
 
     @override
