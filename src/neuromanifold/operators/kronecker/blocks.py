@@ -21,7 +21,7 @@ Kind = Literal["kronecker", "table", "tied table", "dense", "dense rows", "diago
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class EigenBlock:
     """Eigenvalues, as sums over samples, and eigenvectors of one block of F."""
 
     names: tuple[str, ...]  # a weight, perhaps with the bias that is a further column (or row) of its matrix
@@ -95,20 +95,20 @@ class Block:
 
     # ------------------------------------------------------------------------------------------------ values
 
-    def uncorrected(self) -> Block:
+    def uncorrected(self) -> EigenBlock:
         """Return the block with the products of the factors' eigenvalues."""
         if self.factor_values is None:
             return self
         left, right = self.factor_values
         return replace(self, eigenvalues=left[:, :, None] * right[:, None] / self.terms, stderr=None)
 
-    def times(self, factor: float) -> Block:
+    def times(self, factor: float) -> EigenBlock:
         """Return the block multiplied by a number."""
         values = None if self.factor_values is None else (self.factor_values[0] * factor, self.factor_values[1])
         stderr = None if self.stderr is None else self.stderr * factor
         return replace(self, eigenvalues=self.eigenvalues * factor, factor_values=values, stderr=stderr)
 
-    def plus(self, other: Block, shared_noise: bool) -> Block:
+    def plus(self, other: EigenBlock, shared_noise: bool) -> EigenBlock:
         """Return the block of the sum over the data of both: factors add, corrected eigenvalues in one basis add."""
         if other.kind == "unused" or self.kind == "unused":
             return self if other.kind == "unused" else other
@@ -146,7 +146,7 @@ class Block:
         left, right = (v if basis is None else (basis * v[:, None]) @ basis.mT for v, basis in pairs)
         return left, right
 
-    def to(self, target: torch.device | torch.dtype | str) -> Block:
+    def to(self, target: torch.device | torch.dtype | str) -> EigenBlock:
         """Return the block on another device, or in another precision."""
         left, right, stderr = (None if t is None else t.to(target) for t in (self.left, self.right, self.stderr))
         values = None if self.factor_values is None else tuple(value.to(target) for value in self.factor_values)
@@ -154,13 +154,13 @@ class Block:
         return replace(self, eigenvalues=eigenvalues, left=left, right=right, stderr=stderr, factor_values=values)
 
 
-def dense_block(names: tuple[str, ...], matrices: Tensor, kind: Kind) -> Block:
+def dense_block(names: tuple[str, ...], matrices: Tensor, kind: Kind) -> EigenBlock:
     """Return the block of a dense matrix, or of the dense matrices of rows, [rows, w, w]."""
     left, values = eigenvectors(matrices)
-    return Block(names, kind, values[..., None], left)
+    return EigenBlock(names, kind, values[..., None], left)
 
 
-def product_block(like: Block, left: Tensor, right: Tensor, terms: float) -> Block:
+def product_block(like: EigenBlock, left: Tensor, right: Tensor, terms: float) -> EigenBlock:
     """Return the block L ⊗ R/terms, where `like` gives names and kind; a factor [G, d] is a diagonal one."""
     (u, left_values), (v, right_values) = eigenvectors(left), eigenvectors(right)
     return replace(like, left=u, right=v, factor_values=(left_values, right_values), terms=terms).uncorrected()

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from neuromanifold.core.checks import Reduction, finite_number, integer_in_range, message, random_seed
-from neuromanifold.operators.kronecker.blocks import Block
+from neuromanifold.operators.kronecker.blocks import EigenBlock
 from neuromanifold.operators.krylov import Eigenpairs
 from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
@@ -37,7 +37,7 @@ class KroneckerFisher(StoredMetric):
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[EigenBlock],
         layout: ParameterLayout,
         count: int,
         provenance: Provenance,
@@ -169,11 +169,11 @@ class KroneckerFisher(StoredMetric):
         draws = self._apply(noise, self._powers(damping, -0.5))
         return {name: value.movedim(-1, 0) for name, value in self.layout.split(draws).items()}
 
-    def _powers(self, damping: float, power: float) -> Callable[[Block], Tensor]:
+    def _powers(self, damping: float, power: float) -> Callable[[EigenBlock], Tensor]:
         """Return the function from a block to (E + damping)^power, which raises if that is singular."""
         damping = finite_number(damping, "damping")
 
-        def values(block: Block) -> Tensor:
+        def values(block: EigenBlock) -> Tensor:
             values = block.eigenvalues.clamp(min=0) / self._divisor
             largest = float(values.amax()) if values.numel() else 0.0
             rounding = torch.finfo(values.dtype).eps * max(values.shape[1:]) * largest
@@ -187,7 +187,7 @@ class KroneckerFisher(StoredMetric):
 
         return values
 
-    def _apply(self, block: Tensor, values: Callable[[Block], Tensor]) -> Tensor:
+    def _apply(self, block: Tensor, values: Callable[[EigenBlock], Tensor]) -> Tensor:
         """Return f(F) B for columns B [P, m], with f(E) given by `values`."""
         found = torch.empty_like(block)
         for one in self.blocks.values():
@@ -226,7 +226,7 @@ class KroneckerFisher(StoredMetric):
         return self._with([block.times(factor) for block in self.blocks.values()], provenance=provenance)
 
     def _with(
-        self, blocks: list[Block], counts: tuple[int, int] | None = None, provenance: Provenance | None = None
+        self, blocks: list[EigenBlock], counts: tuple[int, int] | None = None, provenance: Provenance | None = None
     ) -> KroneckerFisher:
         count, positions = counts or (self.count, self.positions)
         provenance = provenance or self.provenance
@@ -264,7 +264,7 @@ class KroneckerFisher(StoredMetric):
         more = {"blocks": json.dumps(heads), "weight_sharing": self.weight_sharing, "positions": str(self.positions)}
         self._save(path, "kronecker", tensors, **more)
 
-    def _block_of(self, name: str) -> Block:
+    def _block_of(self, name: str) -> EigenBlock:
         return next(block for block in self.blocks.values() if name in block.names)
 
 
@@ -276,7 +276,7 @@ def kronecker_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> 
         left, right, stderr = (tensors.get(f"{i}/{side}") for side in _SIDES[1:])
         values = tuple(tensors[f"{i}/{side}_values"] for side in ("left", "right") if f"{i}/{side}_values" in tensors)
         numbers = values or None, one["terms"], stderr, one["turned"]
-        blocks.append(Block(tuple(one["names"]), one["kind"], tensors[f"{i}/eigenvalues"], left, right, *numbers))
+        blocks.append(EigenBlock(tuple(one["names"]), one["kind"], tensors[f"{i}/eigenvalues"], left, right, *numbers))
     layout, count, provenance, reduction = stored_fields(head)
     more = head["weight_sharing"], int(head["positions"])
     return KroneckerFisher(blocks, layout, count, provenance, reduction, *more)

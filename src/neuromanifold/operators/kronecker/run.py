@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import check_reduction, integer_in_range, message, one_of, promoted
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.operators.kronecker.blocks import Block, Kind, dense_block, nearest, product_block
+from neuromanifold.operators.kronecker.blocks import EigenBlock, Kind, dense_block, nearest, product_block
 from neuromanifold.operators.kronecker.result import KroneckerFisher
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
@@ -101,7 +101,7 @@ def fisher_kronecker(
     layout = ParameterLayout.of(problem.parameters)
     both = eigenvalues == "corrected" and basis is None
     _check_combination(basis, layout, eigenvalues, options)
-    blocks: list[Block] = [] if basis is None else [block for block in basis.blocks.values() if block.is_product]
+    blocks: list[EigenBlock] = [] if basis is None else [block for block in basis.blocks.values() if block.is_product]
     first = Counts()
     if basis is None:
         beside = options.checkpoint if options.checkpoint is None or not both else _beside(options.checkpoint)
@@ -137,7 +137,7 @@ def _check_combination(
 
 def _factors(
     problem: Problem, settings: Settings, sharing: WeightSharing, limits: tuple[int, int], options: LoopOptions
-) -> tuple[list[Block], Counts]:
+) -> tuple[list[EigenBlock], Counts]:
     """Return the blocks of one pass over the data, with the eigenvalues of the factors."""
     names, tensors = list(problem.parameters), list(problem.parameters.values())
     sums = FactorSums(tensors, _biases(names), sharing, *limits)
@@ -148,8 +148,8 @@ def _factors(
 
 
 def _eigenvalues(
-    problem: Problem, settings: Settings, blocks: list[Block], max_block: int, options: LoopOptions
-) -> tuple[list[Block], Counts]:
+    problem: Problem, settings: Settings, blocks: list[EigenBlock], max_block: int, options: LoopOptions
+) -> tuple[list[EigenBlock], Counts]:
     """Return the blocks with their eigenvectors and the diagonal of F in that basis, and the other blocks anew."""
     names, tensors = list(problem.parameters), list(problem.parameters.values())
     products = {names.index(block.names[0]): block for block in blocks if block.is_product}
@@ -179,7 +179,7 @@ def _eigenvalues(
 
 
 def _result(
-    blocks: list[Block],
+    blocks: list[EigenBlock],
     layout: ParameterLayout,
     problem: Problem,
     settings: Settings,
@@ -193,10 +193,10 @@ def _result(
     return KroneckerFisher(blocks, layout, counts.samples, provenance, view, sharing, counts.positions)
 
 
-def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], padding: int | None) -> Block:
+def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], padding: int | None) -> EigenBlock:
     """Return the block of a weight, with its bias where they belong together."""
     members = (names[shape.weight], *([] if shape.bias is None else [names[shape.bias]]))
-    like = Block(members, _KINDS[shape.tables], torch.empty(0), turned=shape.turned)
+    like = EigenBlock(members, _KINDS[shape.tables], torch.empty(0), turned=shape.turned)
     keys = [key for key in sums.terms if key.split(".")[0] == str(shape.weight)]
     parts = []
     for key in keys:
@@ -210,25 +210,25 @@ def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], paddin
     return product_block(like, *nearest(parts), 1.0)
 
 
-def _others(names: list[str], tensors: list[nn.Parameter], sums: FactorSums | EigenvalueSums) -> list[Block]:
+def _others(names: list[str], tensors: list[nn.Parameter], sums: FactorSums | EigenvalueSums) -> list[EigenBlock]:
     """Return the dense blocks and the diagonals."""
     found, squares = [], sums.diagonal.squares
     for i in sorted(sums.remainder.numbers):
         block = sums.remainder.blocks.get(i)
         if block is None:
-            found.append(Block((names[i],), "diagonal", squares[i].reshape(1, tensors[i].numel(), 1)))
+            found.append(EigenBlock((names[i],), "diagonal", squares[i].reshape(1, tensors[i].numel(), 1)))
         else:
             found.append(dense_block((names[i],), block, "dense" if len(block) == 1 else "dense rows"))
     return found
 
 
-def _in_order(blocks: list[Block], names: list[str], tensors: list[nn.Parameter]) -> list[Block]:
+def _in_order(blocks: list[EigenBlock], names: list[str], tensors: list[nn.Parameter]) -> list[EigenBlock]:
     """Return blocks for all parameters in the model's order: zeros for those that no gradient came to."""
     known = {name for block in blocks for name in block.names}
     for name, tensor in zip(names, tensors, strict=True):
         if name not in known:
             zeros = torch.zeros(1, tensor.numel(), 1, dtype=promoted(tensor.dtype), device=tensor.device)
-            blocks.append(Block((name,), "unused", zeros))
+            blocks.append(EigenBlock((name,), "unused", zeros))
     return sorted(blocks, key=lambda block: names.index(block.names[0]))
 
 
