@@ -4,8 +4,8 @@
 
 Networks are trained on scikit-learn's digits.  Small ones: the relative error ‖K - F‖/‖F‖ to the dense blocks of F, one
 for each layer's weight and bias, the mean over seeds of the noise.  Large ones: time and memory.  Everything takes
-turns in one run; times are medians of processor time over that of a forward + backward of the same data.  Biases are joint with weights
-everywhere, and only layers are compared that all have: nn.Linear and nn.Conv2d.  A tool that is not installed is left
+turns in one run; times are medians of processor time over that of a forward + backward of the same data.  Biases are
+joint with weights everywhere, and only layers are compared that all have: nn.Linear and nn.Conv2d.  A tool that is not installed is left
 out (see others-requirements.txt; kronfluence==1.0.1 with accelerate).
 """
 
@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attend in two heads."""
         parts = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         return self.out(scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
 
@@ -57,6 +58,7 @@ class Transformer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2 * layers))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, 10] of images [B, 1, 8, 8]."""
         x = self.embed(x.flatten(1, 2))
         for i, (attention, up, down) in enumerate(zip(self.attention, self.up, self.down, strict=True)):
             x = x + attention(self.norms[2 * i](x))

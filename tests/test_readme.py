@@ -11,7 +11,7 @@ import pytest
 import neuromanifold as nm
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMISE = re.compile(r"^(print\(.*\))\s+#\s(.*)$", re.MULTILINE)
 

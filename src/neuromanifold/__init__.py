@@ -39,6 +39,8 @@ from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
+from neuromanifold.uses.influence import influence
+from neuromanifold.uses.preconditioner import KroneckerPreconditioner
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)
 
@@ -88,6 +90,9 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "batches_needed",
     "check",
     "forecast",
+    # uses
+    "KroneckerPreconditioner",
+    "influence",
     # results
     "Comparison",
     "DiagonalFisher",
