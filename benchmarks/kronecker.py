@@ -5,8 +5,8 @@
 Networks are trained on scikit-learn's digits.  Small ones: the relative error ‖K - F‖/‖F‖ to the dense blocks of F, one
 for each layer's weight and bias, the mean over seeds of the noise.  Large ones: time and memory.  Everything takes
 turns in one run; times are medians of processor time over that of a forward + backward of the same data.  Biases are
-joint with weights everywhere, and only layers are compared that all have: nn.Linear and nn.Conv2d.  A tool that is not installed is left
-out (see others-requirements.txt; kronfluence==1.0.1 with accelerate).
+joint with weights everywhere, and only layers are compared that all have: nn.Linear and nn.Conv2d.  A tool that is
+not installed is left out (see others-requirements.txt; kronfluence needs accelerate).
 """
 
 from __future__ import annotations
