@@ -20,9 +20,9 @@ import torch
 from common import table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from uses.trained import IMAGES, Scores, Split, digits, plus_minus, scores, seeded, shuffled, write
 
 import neuromanifold as nm
+from uses.trained import IMAGES, Scores, Split, digits, plus_minus, scores, seeded, shuffled, write
 
 COMMAND = "PYTHONPATH=src:benchmarks python -m uses.laplace"
 GRID = [10.0**k for k in range(-1, 6)]  # prior precisions

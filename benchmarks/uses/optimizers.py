@@ -20,9 +20,9 @@ import torch
 from common import table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from uses.trained import IMAGES, Split, accuracy, digits, mean_loss, plus_minus, seeded, shuffled, write
 
 import neuromanifold as nm
+from uses.trained import IMAGES, Split, accuracy, digits, mean_loss, plus_minus, seeded, shuffled, write
 
 COMMAND = "PYTHONPATH=src:benchmarks python -m uses.optimizers"
 STEPS, TUNING, POINTS = 150, 2, 10

@@ -21,6 +21,7 @@ from common import table
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from neuromanifold.uses.quantization import QuantizationPlan
 from uses.study import accuracy, batches, cell, digits, figure, mean_error, progress, report, train
 
 FORMATS = [f"int{bits}" for bits in (2, 3, 4, 5, 6, 8)]
@@ -50,7 +51,7 @@ def divergence(before: Tensor, after: Tensor) -> float:
 
 def compared(
     model: nn.Module, fim: nm.DiagonalFisher, outputs: Callable[[nn.Module], Tensor]
-) -> list[tuple[str, str, nm.QuantizationPlan, Tensor]]:
+) -> list[tuple[str, str, QuantizationPlan, Tensor]]:
     """Budget, who chooses, the plan and the outputs after it."""
     found = nm.quantization_sensitivity(model, fim, FORMATS)
     by_error = nm.quantization_sensitivity(model, equal(fim), FORMATS)

@@ -15,9 +15,9 @@ import time
 import torch
 from common import table
 from torch.nn.functional import cross_entropy
-from uses.trained import IMAGES, Split, digits, perceptron, plus_minus, scores, seeded, shuffled, write
 
 import neuromanifold as nm
+from uses.trained import IMAGES, Split, digits, perceptron, plus_minus, scores, seeded, shuffled, write
 
 COMMAND = "PYTHONPATH=src:benchmarks python -m uses.trace_penalty"
 STEPS = 250

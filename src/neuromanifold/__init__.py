@@ -21,6 +21,7 @@ from neuromanifold.estimators import (
 from neuromanifold.hf import load_data, load_model
 from neuromanifold.operators import FisherFactors, FisherMatrix
 from neuromanifold.operators.factors import fisher_factors
+from neuromanifold.operators.kronecker import KroneckerFisher, fisher_kronecker
 from neuromanifold.operators.matrix import fisher_matrix
 from neuromanifold.operators.metric import NotConvergedWarning
 from neuromanifold.operators.operator import FisherOperator, fisher_operator
@@ -40,8 +41,10 @@ from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
 from neuromanifold.uses import optim
 from neuromanifold.uses.consolidation import Consolidation
+from neuromanifold.uses.influence import influence
 from neuromanifold.uses.laplace import Laplace
 from neuromanifold.uses.merging.merge import merge
+from neuromanifold.uses.preconditioner import KroneckerPreconditioner
 from neuromanifold.uses.pruning import plan_pruning
 from neuromanifold.uses.quantization import quantization_sensitivity
 from neuromanifold.uses.similarity import task_distance
@@ -79,6 +82,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "fisher_bounds",
     "fisher_diagonal",
     "fisher_factors",
+    "fisher_kronecker",
     "fisher_matrix",
     "fisher_operator",
     "fisher_trace",
@@ -102,6 +106,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "FisherFactors",
     "FisherMatrix",
     "FisherOperator",
+    "KroneckerFisher",
     "NetworkBounds",
     "NotConvergedWarning",
     "Provenance",
@@ -109,7 +114,9 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "load",
     # uses
     "Consolidation",
+    "KroneckerPreconditioner",
     "Laplace",
+    "influence",
     "merge",
     "optim",
     "plan_lora",

@@ -60,6 +60,13 @@ def test_show_a_trace(tmp_path: Path) -> None:
     assert "a diagonal" in bad("compare", tmp_path / "trace.json", tmp_path / "trace.json")
 
 
+def test_show_a_kronecker_factored_result(tmp_path: Path) -> None:
+    nm.fisher_kronecker(torch.nn.Linear(4, 3), [torch.ones(5, 4)]).save(tmp_path / "k.safetensors")
+    said = good("show", tmp_path / "k.safetensors")
+    assert "eigenvalues corrected, 5 samples" in said
+    assert "Kronecker 3 x 5" in said
+
+
 def test_compare_says_how_far_for_each_component(files: list[Path]) -> None:
     said = good("compare", *files)
     found = result(0).compare(result(1))

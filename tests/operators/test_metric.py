@@ -290,3 +290,15 @@ def test_the_base_class_cannot_be_used_alone() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Metric()  # type: ignore[abstract]
     assert issubclass(nm.FisherFactors, Metric)
+
+
+def test_products_from_the_left() -> None:
+    """vᵀ F, for torch's and numpy's vectors and rows; F is its own transpose."""
+    matrix = with_spectrum(SPECTRA["decaying"])
+    metric, rows = Dense(matrix), torch.randn(3, 60, generator=generator(), dtype=DOUBLE)
+    torch.testing.assert_close(rows @ metric, rows @ matrix)
+    torch.testing.assert_close(rows[0] @ metric.T, rows[0] @ matrix)
+    for v in (rows.numpy(), rows[0].numpy()):
+        found = v @ metric
+        assert isinstance(found, np.ndarray)
+        np.testing.assert_allclose(found, v @ matrix.numpy(), rtol=1e-10, atol=1e-10)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.uses.merging.checkpoints import parse_size, source_of
+from neuromanifold.uses.merging.merge import Merged
 from tests.cli.commands import bad, good
 from tests.uses.models import bert, diagonal, moved, network, tokens
 
@@ -222,7 +223,7 @@ def test_one_tensor_is_read_at_a_time(folders: list[Path], tmp_path: Path, monke
 
 
 def test_a_failure_leaves_nothing(folders: list[Path], tmp_path: Path) -> None:
-    class Broken(nm.Merged):
+    class Broken(Merged):
         def __getitem__(self, name: str) -> Tensor:
             raise RuntimeError("disk")
 

@@ -12,10 +12,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,6 +37,8 @@ from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 from neuromanifold.results.trace import TraceEstimate
+
+R = TypeVar("R", Tensor, NDArray[Any])
 
 
 class NotConvergedWarning(UserWarning):
@@ -65,6 +68,7 @@ class Metric(ABC):
     reduction: Reduction
     precision: torch.dtype  # of vectors: float32 or float64
     device: torch.device
+    __array_ufunc__ = None  # numpy's arrays leave v @ F to F
 
     @property
     @abstractmethod
@@ -112,6 +116,15 @@ class Metric(ABC):
 
     def __matmul__(self, v: V) -> V:
         return self.matvec(v)
+
+    def __rmatmul__(self, v: R) -> R:
+        """vᵀ F for a vector [P], or for each row of [m, P]: F is symmetric."""
+        return self.matvec(v) if v.ndim == 1 else self.matvec(v.T).T
+
+    @property
+    def T(self) -> Self:  # noqa: N802 (numpy's name)
+        """Fᵀ = F, under numpy's name."""
+        return self
 
     def scipy(self) -> Any:
         """A scipy LinearOperator, which multiplies blocks at once; `pip install neuromanifold[scipy]`."""

@@ -136,7 +136,7 @@ class BroadcastSite:
         x = layout.samples_first(self.partner, samples)
         x = x if x.ndim > 2 else x[:, None]  # [n, t, i]
         turned = any(_transposes(node) for node in self.path)
-        return Product(g, x) if turned else Product(x, g)
+        return Product(g, x) if turned else Product(x, g, turned=True)
 
     def gradients(self, g: Tensor, layout: Layout) -> Tensor:
         """Return the per-sample gradients as one tensor [n, *shape]; not for products of matrices."""

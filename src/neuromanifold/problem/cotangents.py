@@ -26,6 +26,7 @@ class Cotangent(NamedTuple):
     left: int  # how many cotangents of the batch are still to come, this one included
     passes: int = 1  # how many there are
     token_noise: float = 0.0
+    weights: Tensor | None = None  # [B] 1/π, for samples that were kept with probability π
 
 
 def cotangents(
@@ -61,7 +62,7 @@ def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float, predict
         values = one.values * roots.view(-1, *[1] * (one.values.ndim - 1))
         missed = (1 - mean_keep) * one.passes
         noise, sample_noise = (mean_keep * (c or predicted) + missed for c in (one.noise, one.sample_noise))
-        yield one._replace(values=values, noise=noise, sample_noise=sample_noise)
+        yield one._replace(values=values, noise=noise, sample_noise=sample_noise, weights=1 / keep)
 
 
 def _fused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -38,10 +38,18 @@ class RepeatedBatches:
 
     def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:
         """One pass, on the model's device; raises a ValueError at a batch that differs from the passes before."""
-        number = -1
-        for number, item in self._problem.items(progress=progress, description=description):
-            self._check(number, item)
+        for number, item in self._compared(self._problem.items(progress=progress, description=description)):
             yield self._problem.read(item, number)
+
+    def items(self) -> Items:
+        """The data themselves, as an iterable that compares each pass over it with the ones before."""
+        return Items(self._problem.data, self._compared)
+
+    def _compared(self, items: Iterable[tuple[int, object]]) -> Iterator[tuple[int, object]]:
+        number = -1
+        for number, item in items:
+            self._check(number, item)
+            yield number, item
         if number + 1 < len(self._fingerprints):
             raise _differ(f"{number + 1} batches after {len(self._fingerprints)}")
         self._complete = True
@@ -62,6 +70,22 @@ class RepeatedBatches:
         return len(now) == len(before) > 0 and all(
             t is reference() and t._version == version for t, (reference, version) in zip(now, before, strict=True)
         )
+
+
+class Items:
+    """Data whose items must be the same in each pass; passes are made by the function given."""
+
+    def __init__(
+        self, data: Iterable[object], compared: Callable[[Iterable[tuple[int, object]]], Iterator[tuple[int, object]]]
+    ) -> None:
+        self.dataset = getattr(data, "dataset", data)
+        self._data, self._compared = data, compared
+
+    def __iter__(self) -> Iterator[object]:
+        return (item for _, item in self._compared(enumerate(self._data)))
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type]  # a TypeError where the data have none, as theirs
 
 
 def _elsewhere(item: object) -> list[Tensor]:

@@ -100,7 +100,7 @@ def fisher_diagonal(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
-    options = _options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
+    options = loop_options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
 
 
@@ -152,7 +152,7 @@ def fisher_trace(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
-    options = _options(progress, shard, checkpoint, on_interrupt)
+    options = loop_options(progress, shard, checkpoint, on_interrupt)
     sums = TraceSums(estimator.noise_factor)
     counts = _run(problem, settings, sums, options, rtol)
     provenance = make_provenance(problem, settings, counts, options.shard)
@@ -168,13 +168,14 @@ def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
     return Adaptive(passes)
 
 
-def _options(
+def loop_options(
     progress: bool | Observer,
     shard: tuple[int, int] | None,
     checkpoint: str | Path | Checkpoint | None,
     on_interrupt: OnInterrupt,
     cuda_graphs: CudaGraphs = False,
 ) -> LoopOptions:
+    """Check the arguments that say how the loop is run, apart from what it computes."""
     if not isinstance(progress, bool) and not callable(progress):
         raise TypeError(message("progress", "True, False, or a function of a RunProgress", repr(progress)))
     if cuda_graphs not in (True, False, "auto"):

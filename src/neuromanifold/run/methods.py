@@ -271,7 +271,8 @@ class PerSample(Method):
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         more, independent = more or cotangent.left > 1, self._estimator.independent_passes
-        return Pass(scale, cotangent.noise, cotangent.sample_noise, independent, more, cotangent.token_noise)
+        noise = cotangent.noise, cotangent.sample_noise
+        return Pass(scale, *noise, independent, more, cotangent.token_noise, cotangent.weights)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

@@ -25,6 +25,7 @@ class Pass(NamedTuple):
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
     token_noise: float = 0.0
+    weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
 
 
 class TakesForms(Protocol):

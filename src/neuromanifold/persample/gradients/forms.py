@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -58,6 +58,15 @@ class Form(ABC):
             total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
         return total
 
+    def product_of(self, start: int, stop: int) -> Product | None:
+        """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are no such sum."""
+        del start, stop
+        return None
+
+    def product_pieces(self) -> Iterator[tuple[int, int]]:
+        """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
+        return ranges(self.samples, self.samples)
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples whose gradients together make about one tile."""
         return ranges(self.samples, tile_size(self.device) // max(1, self.shape.numel()))
@@ -103,12 +112,13 @@ class Product(Form):
     """Σ_t left[n, t, o] right[n, t, i], viewed as the parameter's shape.
 
     With a dimension for groups, [n, G, t, o] and [n, G, t, i], blocks of the parameter [G, o, i] have factors of their
-    own.
+    own.  One side holds gradients of outputs, which differ from pass to pass, the other inputs, which do not.
     """
 
     left: Tensor
     right: Tensor
     shape: torch.Size = field(default_factory=torch.Size)
+    turned: bool = False  # gradients of outputs are on the right, as of a weight stored as [i, o]
 
     def __post_init__(self) -> None:
         self.samples, self.device = self.left.shape[0], self.left.device
@@ -123,6 +133,11 @@ class Product(Form):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
         return (left.mT @ right).view(stop - start, *self.shape)
+
+    @override
+    def product_of(self, start: int, stop: int) -> Product:
+        whole = (start, stop) == (0, self.samples)
+        return self if whole else replace(self, left=self.left[start:stop], right=self.right[start:stop])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.forms import Dense, Form, Product, Rows
+from neuromanifold.persample.gradients.forms import Dense, Form, Product, Rows, ranges
 
 
 @dataclass
@@ -35,6 +36,17 @@ class Sum(Form):
         """Return Σ_n c_n g_n of all parts."""
         first, *others = (part.weighted_sum(weights) for part in self.parts)
         return sum((other.view_as(first) for other in others), first)
+
+    @override
+    def product_of(self, start: int, stop: int) -> Product | None:
+        parts = [part.product_of(start, stop) for part in self.parts]
+        products = [part for part in parts if part is not None]
+        return joined(products) if len(products) == len(parts) else None
+
+    @override
+    def product_pieces(self) -> Iterator[tuple[int, int]]:
+        steps = [stop - start for part in self.parts for start, stop in islice(part.product_pieces(), 1)]
+        return ranges(self.samples, min(steps, default=1))
 
     def magnitude(self) -> Tensor:
         """Return the magnitude of the largest part."""
@@ -64,16 +76,23 @@ class Tied(Sum):
             to.fourths.index_add_(0, ids.flatten(), squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 
 
+def joined(products: Sequence[Product]) -> Product | None:
+    """Return one product over the positions of all of them; None if their factors have other sizes or roles."""
+    if len({(p.left.shape[1:-2], p.left.shape[-1], p.right.shape[-1], p.shape, p.turned) for p in products}) != 1:
+        return None
+    left, right = (torch.cat([getattr(p, side) for p in products], -2) for side in ("left", "right"))
+    return replace(products[0], left=left, right=right)
+
+
 def add(forms: Sequence[Form]) -> Form:
     """Return the sum of forms; products of the same shape become one product over the positions of all of them."""
     if len(forms) == 1:
         return forms[0]
     kinds = {type(form) for form in forms}
     if kinds == {Product}:
-        products = [form for form in forms if isinstance(form, Product)]
-        if len({(p.left.shape[1:-2], p.left.shape[-1], p.shape) for p in products}) == 1:
-            left, right = (torch.cat([getattr(p, side) for p in products], -2) for side in ("left", "right"))
-            return Product(left, right, products[0].shape)
+        one = joined([form for form in forms if isinstance(form, Product)])
+        if one is not None:
+            return one
     if kinds == {Rows}:
         tables = [form for form in forms if isinstance(form, Rows)]
         values, ids = torch.cat([t.values for t in tables], 1), torch.cat([t.ids for t in tables], 1)

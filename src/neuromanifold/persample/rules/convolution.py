@@ -161,7 +161,19 @@ class Convolution(Form):
             (*steps[:2], *map(mul, steps[2:], self.dilation), *map(mul, steps[2:], self.stride)),
         ).reshape(n, m, slid.shape[1] * kernel.numel(), space.numel())  # [n, m, c·k, t]
         left = fixed.flatten(3).transpose(2, 3).flatten(1, 2)  # [n, m·t, o]
-        return Product(left, windows.transpose(2, 3).flatten(1, 2), self.shape)
+        return Product(left, windows.transpose(2, 3).flatten(1, 2), self.shape, turned=self.transposed)
+
+    @override
+    def product_of(self, start: int, stop: int) -> Product:
+        product = self._product(start, stop)
+        if self.groups > 1:  # [n, t, G·d] as [n, G, t, d]
+            left, right = (t.view(*t.shape[:2], self.groups, -1).movedim(2, 1) for t in (product.left, product.right))
+            product = Product(left, right, self.shape, turned=self.transposed)
+        return product
+
+    @override
+    def product_pieces(self) -> Iterator[tuple[int, int]]:
+        return self._pieces_of_windows()
 
     def _pieces_of_windows(self) -> Iterator[tuple[int, int]]:
         one = self.slid_and_fixed[0][:1].numel() * self.shape[2:].numel()

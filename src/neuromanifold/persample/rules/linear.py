@@ -30,7 +30,7 @@ def hugging_face_conv1d(call: Call) -> dict[str, Form]:
     g = positions(call.g)
     found: dict[str, Form] = {}
     if "weight" in call.wanted:
-        found["weight"] = Product(positions(call.x), g)  # [i, o]
+        found["weight"] = Product(positions(call.x), g, turned=True)  # [i, o]
     if "bias" in call.wanted:
         found["bias"] = Dense.summed(g, (1,))
     return found

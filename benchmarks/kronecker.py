@@ -1,0 +1,302 @@
+"""Kronecker-factored Fisher information: this library beside curvlinops (KFAC, EKFAC) and kronfluence (EKFAC).
+
+    python benchmarks/kronecker.py [--repeats 5] [--seeds 5] [--only MLP] [--quick]
+
+Networks are trained on scikit-learn's digits.  Small ones: the relative error ‖K - F‖/‖F‖ to the dense blocks of F, one
+for each layer's weight and bias, the mean over seeds of the noise.  Large ones: time and memory.  Everything takes
+turns in one run; times are medians of processor time over that of a forward + backward of the same data.  Biases are
+joint with weights everywhere, and only layers are compared that all have: nn.Linear and nn.Conv2d.  A tool that is
+not installed is left out (see others-requirements.txt; kronfluence needs accelerate).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from common import BASELINE, forward_backward, interleaved, keep, peak_memory, setting, table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import neuromanifold as nm
+from neuromanifold.experiments.digits import load_digits
+
+Data = list[tuple[Tensor, Tensor]]
+CPU = torch.device("cpu")
+
+
+class Attention(nn.Module):
+    """Self-attention whose projections are nn.Linear, which every tool knows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend in two heads."""
+        parts = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.out(scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    """An image of 8 rows as 8 tokens."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, width), nn.Linear(width, 10)
+        self.attention = nn.ModuleList(Attention(width) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2 * layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, 10] of images [B, 1, 8, 8]."""
+        x = self.embed(x.flatten(1, 2))
+        for i, (attention, up, down) in enumerate(zip(self.attention, self.up, self.down, strict=True)):
+            x = x + attention(self.norms[2 * i](x))
+            x = x + down(torch.relu(up(self.norms[2 * i + 1](x))))
+        return self.head(x.mean(1))
+
+
+def mlp(*sizes: int) -> nn.Module:
+    layers = [part for i, o in pairwise(sizes) for part in (nn.Linear(i, o), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+def cnn(width: int) -> nn.Module:
+    convolutions = nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, 2 * width, 3, stride=2), nn.ReLU()
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(2 * width * 9, 10))
+
+
+SMALL = {"MLP": lambda: mlp(64, 24, 10), "CNN": lambda: cnn(4), "transformer": lambda: Transformer(12, 1)}
+LARGE = {"MLP": lambda: mlp(64, 512, 512, 10), "CNN": lambda: cnn(32), "transformer": lambda: Transformer(128, 2)}
+
+
+def network(name: str, large: bool = False, steps: int = 150) -> tuple[nn.Module, Data]:
+    """A network after some steps of training, and 1,024 images in batches of 128."""
+    torch.manual_seed(0)
+    model = (LARGE if large else SMALL)[name]()
+    images, labels = load_digits()
+    images, labels = images[:1024], labels[:1024]
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(steps):
+        batch = torch.randint(0, 1024, (64,))
+        optimizer.zero_grad()
+        cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model.eval(), list(zip(images.split(128), labels.split(128), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------- the tools
+
+Made = Callable[[int], Any]  # from a seed to a result
+
+
+def ours(model: nn.Module, data: Data) -> dict[str, Made]:
+    def made(estimator: nm.Estimator, eigenvalues: Any) -> Made:
+        return lambda seed: nm.fisher_kronecker(model, data, estimator, eigenvalues=eigenvalues, seed=seed)
+
+    found = {}
+    for name, eigenvalues in (("KFAC", "kronecker"), ("EKFAC", "corrected")):
+        found[f"nm {name}, Hutchinson"] = made(nm.Hutchinson(), eigenvalues)
+        found[f"nm {name}, adaptive"] = made(nm.Adaptive(1.0), eigenvalues)
+        found[f"nm {name}, Monte Carlo"] = made(nm.MonteCarlo(), eigenvalues)
+        found[f"nm {name}, exact"] = made(nm.Exact(), eigenvalues)
+    return found
+
+
+def of_curvlinops(model: nn.Module, data: Data) -> dict[str, Made]:
+    if importlib.util.find_spec("curvlinops") is None:
+        return {}
+    from curvlinops import EKFACLinearOperator, KFACLinearOperator
+
+    loss, parameters = nn.CrossEntropyLoss(reduction="mean"), list(model.parameters())
+    known = {"check_deterministic": False, "num_per_example_loss_terms": 1, "separate_weight_and_bias": False}
+    known["num_data"] = sum(len(y) for _, y in data)
+
+    def kfac(kind: str, seed: int) -> Any:
+        operator = KFACLinearOperator(model, loss, parameters, data, fisher_type=kind, seed=seed, **known)
+        operator.compute_kronecker_factors()
+        return operator
+
+    def ekfac(kind: str, seed: int) -> Any:
+        operator = EKFACLinearOperator(model, loss, parameters, data, fisher_type=kind, seed=seed, **known)
+        operator._maybe_compute_ekfac()
+        return operator
+
+    found = {}
+    for name, function in (("KFAC", kfac), ("EKFAC", ekfac)):
+        for kind, label in (("mc", "Monte Carlo"), ("type-2", "exact")):
+            found[f"curvlinops {name}, {label}"] = lambda seed, f=function, k=kind: f(k, seed)
+    return found
+
+
+def of_kronfluence(model: nn.Module, data: Data) -> dict[str, Made]:
+    if importlib.util.find_spec("kronfluence") is None:
+        return {}
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments
+    from kronfluence.task import Task
+
+    class Digits(Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            logits = model(batch[0])
+            if not sample:
+                return cross_entropy(logits, batch[1], reduction="sum")
+            with torch.no_grad():
+                labels = torch.multinomial(logits.detach().softmax(-1), 1).flatten()
+            return cross_entropy(logits, labels, reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return self.compute_train_loss(batch, model)
+
+    dataset = torch.utils.data.TensorDataset(*(torch.cat(side) for side in zip(*data, strict=True)))
+    prepared = prepare_model(copy.deepcopy(model), Digits())
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"output_dir": folder, "cpu": True, "disable_tqdm": True, "log_level": 50}
+            analyzer = Analyzer("digits", prepared, Digits(), **options)
+            arguments = FactorArguments(strategy="ekfac")
+            analyzer.fit_all_factors("f", dataset, per_device_batch_size=128, factor_args=arguments)
+            return {**analyzer.load_eigendecomposition("f"), **analyzer.load_lambda_matrices("f")}
+
+    return {"kronfluence EKFAC, Monte Carlo": made}
+
+
+def tools(model: nn.Module, data: Data) -> dict[str, Made]:
+    return {**ours(model, data), **of_curvlinops(model, data), **of_kronfluence(model, data)}
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def dense_of(found: Any, model: nn.Module) -> Tensor:
+    """Return the matrix [P, P] per sample of a result of any tool."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if isinstance(found, nm.KroneckerFisher):
+        return found.dense()
+    if not isinstance(found, dict):
+        return found @ torch.eye(size)
+    dense, start = torch.zeros(size, size), 0
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            continue
+        u, v = (found[f"{side}_eigenvectors"][name].float() for side in ("gradient", "activation"))
+        values = found["lambda_matrix"][name].float() / found["num_lambda_processed"][name]
+        basis = torch.kron(u, v)
+        block = (basis * values.flatten()) @ basis.mT
+        order = torch.arange(len(block)).view(len(u), len(v))
+        order = torch.cat([order[:, :-1].flatten(), order[:, -1]])  # weights, then biases
+        where = slice(start, start := start + len(block))
+        dense[where, where] = block[order][:, order]
+    return dense
+
+
+def blocks_of(model: nn.Module, data: Data) -> Tensor:
+    """Return F per sample with zeros between layers, exactly."""
+    return nm.fisher_matrix(model, data, blocks="layer").dense()
+
+
+def errors(name: str, seeds: int) -> dict[str, tuple[float, float]]:
+    model, data = network(name)
+    expected, found = blocks_of(model, data), {}
+    for tool, made in tools(model, data).items():
+        runs = range(1 if "exact" in tool else seeds)
+        values = [float((dense_of(made(seed), model) - expected).norm() / expected.norm()) for seed in runs]
+        found[tool] = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    return found
+
+
+def agreement(name: str) -> list[tuple[str, float]]:
+    """Return the relative difference of our exact results to those of curvlinops, both in float64."""
+    model, data = network(name)
+    model, data = model.double(), [(x.double(), y) for x, y in data]
+    known, size = of_curvlinops(model, data), sum(parameter.numel() for parameter in model.parameters())
+    found = []
+    for kind in ("KFAC", "EKFAC") if known else ():
+        theirs = known[f"curvlinops {kind}, exact"](0) @ torch.eye(size, dtype=torch.float64)
+        own = ours(model, data)[f"nm {kind}, exact"](0).dense()
+        found.append((kind, float((own - theirs).norm() / theirs.norm())))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- costs
+
+
+def one_run(name: str, tool: str) -> Callable[[], object]:
+    """Return the run of a tool on a large network, for its memory."""
+    model, data = network(name, large=True, steps=1)
+    if tool == BASELINE:
+        return lambda: forward_backward(model, data)
+    made = tools(model, data)[tool]
+    made(0)  # so that imports are not counted
+    return lambda: made(0)
+
+
+def costs(name: str, repeats: int) -> dict[str, tuple[float, float]]:
+    """Return processor time over the baseline, and peak memory in MiB."""
+    model, data = network(name, large=True, steps=20)
+    runs: dict[str, Callable[[], object]] = {BASELINE: lambda: forward_backward(model, data)}
+    runs |= {tool: lambda made=made: made(0) for tool, made in tools(model, data).items()}
+    times = interleaved(runs, repeats, CPU)
+    model.zero_grad()
+    some = [tool for tool in runs if not tool.endswith(("exact", "adaptive")) and tool != BASELINE]
+    memory = {tool: peak_memory("kronecker:one_run", name, tool) for tool in some}
+    found = {tool: (times[tool].cpu / times[BASELINE].cpu, memory.get(tool, 0.0)) for tool in runs if tool != BASELINE}
+    return {**found, "baseline, ms": (1e3 * times[BASELINE].cpu, 0.0)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", choices=SMALL)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    names = [options.only] if options.only else list(SMALL)
+    repeats, seeds = (1, 2) if options.quick else (options.repeats, options.seeds)
+    same = [[name, kind, f"{value:.1e}"] for name in names for kind, value in agreement(name)]
+    found = {name: (errors(name, seeds), costs(name, repeats)) for name in names}
+    rows = []
+    for tool in next(iter(found.values()))[1]:
+        if tool == "baseline, ms":
+            continue
+        row = [tool]
+        for error, cost in found.values():
+            row.append(f"{error[tool][0]:.3f} ± {error[tool][1]:.3f}" if tool in error else "")
+            row += [f"{cost[tool][0]:.2f}", f"{cost[tool][1]:.0f}" if cost[tool][1] else ""]
+        rows.append(row)
+    header = ["", *(f"{name}: {what}" for name in found for what in ("error", "time", "MiB"))]
+    baselines = ", ".join(f"{name} {cost['baseline, ms'][0]:.0f} ms" for name, (_, cost) in found.items())
+    text = f"# Kronecker-factored Fisher information\n\n{setting(command(options), CPU)}\n\n"
+    text += (
+        f"{table(header, rows)}\n\nError: relative, in Frobenius norm, to the dense blocks of a small network, mean "
+    )
+    text += f"± standard deviation over {seeds} seeds. Time: processor time over {BASELINE} ({baselines}) of a larger "
+    text += f"network, medians of {repeats} turns. MiB: peak memory above that before the run.\n\nOur exact results "
+    text += f"against those of curvlinops, in float64:\n\n{table(['', '', 'relative difference'], same)}"
+    if options.quick or options.only:
+        print(text)
+    else:
+        keep("kronecker-cpu", text)
+
+
+def command(options: argparse.Namespace) -> str:
+    return f"python benchmarks/kronecker.py --repeats {options.repeats} --seeds {options.seeds}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""`fisher_kronecker`: a pass over the data for the factors, and one for the eigenvalues in their basis.
+
+FactorSums      pass 1   L = Σ l lᵀ, R = Σ r rᵀ  ─►  eigenvectors U, V        (or those of `basis`)
+EigenvalueSums  pass 2   E = Σ_n (Uᵀ G_n V)²                                 with noise that U and V have not seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core import Categorical
+from neuromanifold.core.checks import check_reduction, integer_in_range, message, one_of, promoted
+from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
+from neuromanifold.operators.kronecker.blocks import EigenBlock, Kind, dense_block, nearest, product_block
+from neuromanifold.operators.kronecker.result import KroneckerFisher
+from neuromanifold.operators.layout import ParameterLayout
+from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
+from neuromanifold.problem.causal import ShiftLabels
+from neuromanifold.problem.cotangents import batch_seed
+from neuromanifold.problem.model import Selection
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.progress import Observer
+from neuromanifold.problem.validation import Likelihood
+from neuromanifold.run.checkpoint import Checkpoint
+from neuromanifold.run.counts import Counts
+from neuromanifold.run.fisher import loop_options, make_provenance
+from neuromanifold.run.loop import LoopOptions, run
+from neuromanifold.run.step import Settings
+
+_KINDS: tuple[Kind, ...] = ("kronecker", "table", "tied table")  # by FactorShape.tables
+_SECOND = 2**31  # no batch has this number: its seed is that of the second pass
+
+
+@torch.inference_mode(mode=False)
+def fisher_kronecker(
+    model: nn.Module | Callable[..., object],
+    data: Iterable[object],
+    estimator: Estimator | None = None,
+    likelihood: Likelihood = Categorical,
+    eigenvalues: Literal["corrected", "kronecker"] = "corrected",
+    weight_sharing: WeightSharing = "expand",
+    basis: KroneckerFisher | None = None,
+    parameters: Selection = None,
+    reduction: str = "mean",
+    max_block: int = 1024,
+    max_side: int = 8192,
+    seed: int = 0,
+    progress: bool | Observer = False,
+    class_dim: int = -1,
+    batch_dim: int = 0,
+    ignore_index: int = -100,
+    label_key: str = "labels",
+    shift_labels: ShiftLabels = "auto",
+    checkpoint: str | Path | Checkpoint | None = None,
+    shard: tuple[int, int] | None = None,
+) -> KroneckerFisher:
+    """Return F as a block for each layer: eigenvectors of two Kronecker factors, and eigenvalues in their basis.
+
+    The gradient of a sample for a layer's weight is G_n = Σ_t l_nt r_ntᵀ, with output gradients l and inputs r at its
+    positions t (a bias is the weight of a further input that is always 1).  From the sums L = Σ l lᵀ and R = Σ r rᵀ,
+
+        F_layer ≈ L ⊗ R/T = (U ⊗ V) (λ_L ⊗ λ_R)/T (U ⊗ V)ᵀ                         eigenvalues="kronecker": KFAC
+        F_layer ≈ (U ⊗ V) diag(Σ_n (Uᵀ G_n V)²) (U ⊗ V)ᵀ                           eigenvalues="corrected": EKFAC
+
+    where T is the number of terms in both sums.  The corrected eigenvalues are unbiased for the diagonal of F in that
+    basis, with standard errors: they take a second pass over the data, whose noise is independent of the basis.
+
+    Arguments as in `fisher_diagonal`, and:
+
+    - `estimator`: any that is right per sample; `nm.Hutchinson()` unless given, and `nm.Exact()` is type-2 KFAC.
+    - `weight_sharing`: "expand" takes each position of a sample (of a sequence, of a convolution) for a sample of its
+      own; "reduce" sums output gradients and averages inputs over positions first (Eschenhagen et al. 2023).
+    - `basis`: an earlier result whose eigenvectors are taken: then there is one pass, and `weight_sharing` is that of
+      the basis.  Results in one basis add, as those of shards.
+    - `max_block`: a parameter whose gradient is no such sum (norms, position tables, parameters without a rule) gets a
+      dense block if it has at most that many entries, else dense blocks of its rows where these have max_block²
+      numbers at most, else its diagonal.
+    - `max_side`: a factor with more features than that, such as a vocabulary, is diagonal.
+    - `checkpoint`: of the pass over the eigenvalues; the factors' is beside it, with ".factors" added to its name.
+    """
+    estimator = Hutchinson() if estimator is None else estimator
+    one_of(eigenvalues, "eigenvalues", "corrected", "kronecker")
+    one_of(weight_sharing, "weight_sharing", "expand", "reduce")
+    problem = Problem.of(
+        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    )
+    settings, view = Settings.of(estimator, "auto", seed), check_reduction(reduction)
+    if settings.granularity == "batch":
+        raise ValueError(message("estimator", "one that squares per-sample gradients", repr(estimator)))
+    options = loop_options(progress, shard, checkpoint, "raise")
+    limits = (
+        integer_in_range(max_block, "max_block", 0, 2**20, "entries of a parameter with a dense block"),
+        integer_in_range(max_side, "max_side", 1, 2**20, "features of a dense factor"),
+    )
+    layout = ParameterLayout.of(problem.parameters)
+    both = eigenvalues == "corrected" and basis is None
+    _check_combination(basis, layout, eigenvalues, options)
+    blocks: list[EigenBlock] = [] if basis is None else [block for block in basis.blocks.values() if block.is_product]
+    first = Counts()
+    if basis is None:
+        beside = options.checkpoint if options.checkpoint is None or not both else _beside(options.checkpoint)
+        repeated = problem.repeated() if both else None
+        problem = problem if repeated is None else replace(problem, data=repeated.items())
+        blocks, first = _factors(problem, settings, weight_sharing, limits, replace(options, checkpoint=beside))
+        if not both:
+            return _result(blocks, layout, problem, settings, first, first.passes, options, view, weight_sharing)
+    sharing = weight_sharing if basis is None else basis.weight_sharing
+    blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], options)
+    passes = counts.passes + first.passes
+    return _result(blocks, layout, problem, settings, counts, passes, options, view, sharing)
+
+
+def _check_combination(
+    basis: KroneckerFisher | None, layout: ParameterLayout, eigenvalues: str, options: LoopOptions
+) -> None:
+    if basis is None:
+        if eigenvalues == "corrected" and options.shard[1] > 1:
+            advice = "Add up the shards' results with eigenvalues='kronecker' first, and give their sum as `basis`."
+            got = "none: each shard would have eigenvectors of its own, and their results would not add"
+            raise ValueError(message("basis", "given for corrected eigenvalues of a shard", got, advice))
+        return
+    if not isinstance(basis, KroneckerFisher):
+        raise TypeError(message("basis", "an nm.KroneckerFisher or None", type(basis).__name__))
+    if eigenvalues != "corrected":
+        raise ValueError(message("basis", "None for eigenvalues='kronecker', which are those of the factors", "one"))
+    if basis.layout != layout:
+        differ = [name for name in layout.shapes if layout.shapes[name] != basis.layout.shapes.get(name)]
+        got = f"one that differs in {differ[0]!r}" if differ else "one of more parameters, or in another order"
+        raise ValueError(message("basis", "a result of the same parameters of the same model", got))
+
+
+def _factors(
+    problem: Problem, settings: Settings, sharing: WeightSharing, limits: tuple[int, int], options: LoopOptions
+) -> tuple[list[EigenBlock], Counts]:
+    """Return the blocks of one pass over the data, with the eigenvalues of the factors."""
+    names, tensors = list(problem.parameters), list(problem.parameters.values())
+    sums = FactorSums(tensors, _biases(names), sharing, *limits)
+    counts = run(problem, settings, sums, replace(options, description="Kronecker factors"))
+    sums.verify()
+    blocks = [_from_factors(sums, shape, names, _padding_row(problem, tensors[i])) for i, shape in sums.shapes.items()]
+    return _in_order([*blocks, *_others(names, tensors, sums)], names, tensors), counts
+
+
+def _eigenvalues(
+    problem: Problem, settings: Settings, blocks: list[EigenBlock], max_block: int, options: LoopOptions
+) -> tuple[list[EigenBlock], Counts]:
+    """Return the blocks with their eigenvectors and the diagonal of F in that basis, and the other blocks anew."""
+    names, tensors = list(problem.parameters), list(problem.parameters.values())
+    products = {names.index(block.names[0]): block for block in blocks if block.is_product}
+    bases = {}
+    for i, block in products.items():
+        dtype, device = promoted(tensors[i].dtype), tensors[i].device
+        left, right = (None if side is None else side.to(device, dtype) for side in (block.left, block.right))
+        bias = names.index(block.names[1]) if len(block.names) > 1 else None
+        shape = FactorShape(i, bias, *block.eigenvalues.shape, block.turned, _KINDS.index(block.kind))  # type: ignore[call-arg]
+        bases[i] = Basis(shape, left, right)
+    random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
+    sums = EigenvalueSums(tensors, bases, max_block, random, alike)
+    independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
+    counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"))
+    squares, noise = sums.diagonal.squares, sums.diagonal.noise(last=True)
+    corrected = [
+        replace(
+            block,
+            left=bases[i].left,
+            right=bases[i].right,
+            eigenvalues=squares[i].view(block.eigenvalues.shape),
+            stderr=noise[i].reshape(block.eigenvalues.shape),
+        )
+        for i, block in products.items()
+    ]
+    return _in_order([*corrected, *_others(names, tensors, sums)], names, tensors), counts
+
+
+def _result(
+    blocks: list[EigenBlock],
+    layout: ParameterLayout,
+    problem: Problem,
+    settings: Settings,
+    counts: Counts,
+    passes: int,
+    options: LoopOptions,
+    view: Literal["mean", "sum", "token"],
+    sharing: WeightSharing,
+) -> KroneckerFisher:
+    provenance = replace(make_provenance(problem, settings, counts, options.shard), passes=passes)
+    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, sharing, counts.positions)
+
+
+def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], padding: int | None) -> EigenBlock:
+    """Return the block of a weight, with its bias where they belong together."""
+    members = (names[shape.weight], *([] if shape.bias is None else [names[shape.bias]]))
+    like = EigenBlock(members, _KINDS[shape.tables], torch.empty(0), turned=shape.turned)
+    keys = [key for key in sums.terms if key.split(".")[0] == str(shape.weight)]
+    parts = []
+    for key in keys:
+        left, right, terms = sums.factors[f"{key}.left"], sums.factors[f"{key}.right"], float(sums.terms[key])
+        if key.endswith(".table") and padding is not None:  # looked up, but without a gradient
+            terms -= float(left[0, padding])
+            left[0, padding] = 0.0
+        parts.append((left, right, max(terms, 1.0)))
+    if len(parts) == 1:
+        return product_block(like, *parts[0])
+    return product_block(like, *nearest(parts), 1.0)
+
+
+def _others(names: list[str], tensors: list[nn.Parameter], sums: FactorSums | EigenvalueSums) -> list[EigenBlock]:
+    """Return the dense blocks and the diagonals."""
+    found, squares = [], sums.diagonal.squares
+    for i in sorted(sums.remainder.numbers):
+        block = sums.remainder.blocks.get(i)
+        if block is None:
+            found.append(EigenBlock((names[i],), "diagonal", squares[i].reshape(1, tensors[i].numel(), 1)))
+        else:
+            found.append(dense_block((names[i],), block, "dense" if len(block) == 1 else "dense rows"))
+    return found
+
+
+def _in_order(blocks: list[EigenBlock], names: list[str], tensors: list[nn.Parameter]) -> list[EigenBlock]:
+    """Return blocks for all parameters in the model's order: zeros for those that no gradient came to."""
+    known = {name for block in blocks for name in block.names}
+    for name, tensor in zip(names, tensors, strict=True):
+        if name not in known:
+            zeros = torch.zeros(1, tensor.numel(), 1, dtype=promoted(tensor.dtype), device=tensor.device)
+            blocks.append(EigenBlock((name,), "unused", zeros))
+    return sorted(blocks, key=lambda block: names.index(block.names[0]))
+
+
+def _biases(names: list[str]) -> dict[int, int]:
+    """Return for each weight, by number, the parameter of the same module that may be its bias, going by the names."""
+    numbers, found = {name: i for i, name in enumerate(names)}, {}
+    for name, i in numbers.items():
+        module, _, own = name.rpartition(".")
+        bias = f"{module}.{own.replace('weight', 'bias')}" if module else own.replace("weight", "bias")
+        if "weight" in own and bias in numbers:
+            found[i] = numbers[bias]
+    return found
+
+
+def _padding_row(problem: Problem, parameter: Tensor) -> int | None:
+    """Return the row of a table of embeddings that gets no gradient, since it stands for padding."""
+    for module in problem.model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is parameter and module.padding_idx is not None:
+            return module.padding_idx
+    return None
+
+
+def _beside(checkpoint: Checkpoint) -> Checkpoint:
+    return Checkpoint(f"{checkpoint.path}.factors", checkpoint.every)

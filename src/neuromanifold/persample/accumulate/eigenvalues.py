@@ -1,0 +1,205 @@
+"""Accumulator for corrected eigenvalues: the diagonal of F in the basis of Kronecker factors' eigenvectors.
+
+With G_n = Σ_t l_nt r_ntᵀ the gradient of a weight, the diagonal in the basis U ⊗ V is Σ_n (Uᵀ G_n V)², and UᵀG_nV is
+the product of the rotated factors Uᵀl and Vᵀr: the squares of a sample's gradient, as for the diagonal of F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from neuromanifold.core.checks import message
+from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.diagonal import DiagonalSums
+from neuromanifold.persample.accumulate.factors import FactorShape, PairedForms, refuse_late, with_ones
+from neuromanifold.persample.accumulate.remainder import RemainderSums
+from neuromanifold.persample.gradients import Accumulators, Form, Product, Rows
+from neuromanifold.persample.gradients.totals import Tied
+from neuromanifold.problem.fingerprint import fingerprint
+
+
+class Basis(NamedTuple):
+    """Eigenvectors [G, d, d] of both factors, as columns; None for a diagonal factor, whose basis is the identity."""
+
+    shape: FactorShape
+    left: Tensor | None
+    right: Tensor | None
+
+
+@dataclass
+class Rotated(Form):
+    """The gradients Uᵀ G_n V of a form whose factors are made in pieces, such as windows of an image."""
+
+    inner: Form
+    basis: Basis
+
+    def __post_init__(self) -> None:
+        self.samples, self.shape, self.device = self.inner.samples, self.basis.shape.shape, self.inner.device
+
+    @override
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return self._rotated(start, stop).gradients(0, stop - start, dtype)
+
+    def magnitude(self) -> Tensor:
+        """Return the magnitude of the inner form, which a rotation does not change."""
+        return self.inner.magnitude()
+
+    @override
+    def add_squares(self, to: Accumulators) -> None:
+        for start, stop in self.pieces():
+            self._rotated(start, stop).add_squares(to)
+
+    @override
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        return self.inner.product_pieces()
+
+    def _rotated(self, start: int, stop: int) -> Product:
+        product = self.inner.product_of(start, stop)
+        assert product is not None
+        left, right = _with_bias(self.basis.shape, product)
+        return _product(self.basis, _turn(left, self.basis.left), _turn(right, self.basis.right))
+
+
+class EigenvalueSums:
+    """Σ_n (Uᵀ G_n V)² of all layers with their error bars, and blocks or diagonals of the other parameters."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        bases: Mapping[int, Basis],
+        max_block: int,
+        fourth_powers: bool,
+        alike: bool = True,
+    ) -> None:
+        """`bases`: by the number of the weight; other arguments as for `DiagonalSums`."""
+        self._bases = bases
+        shapes = {i: basis.shape for i, basis in bases.items()}
+        self._shapes = shapes
+        self._pairs = PairedForms({i: shape.bias for i, shape in shapes.items() if shape.bias is not None})
+        like = [p.new_empty(()).expand(shapes[i].shape if i in shapes else p.shape) for i, p in enumerate(parameters)]
+        self.diagonal = DiagonalSums(like, fourth_powers, alike)
+        self.remainder = RemainderSums(parameters, max_block, self.diagonal)
+        self._rotated: dict[int, tuple[Tensor, Tensor]] = {}  # inputs of a batch, before and after
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Take the gradients of parameters without a rule, summed over a batch or of one sample."""
+        refuse_late([i for i, g in enumerate(gradients) if g is not None], self._shapes)
+        self.remainder.add(gradients, made_by)
+
+    @torch.no_grad()
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take the per-sample gradients of parameter number i."""
+        if form.samples:
+            for weight, one, bias, by in self._pairs.given(i, form, made_by):
+                self._add(weight, one, bias, by)
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """Take what has come without a partner."""
+        for number, form, *_ in self._pairs.left():
+            raise _other(number, f"a {type(form).__name__} without its weight or bias")
+        self.diagonal.end_pass()
+
+    def end_batch(self) -> None:
+        """End a batch: the next one has other inputs."""
+        self._rotated = {}
+        self.diagonal.end_batch()
+
+    def synchronize(self) -> None:
+        """Do what the sums of squares do between batches."""
+        self.diagonal.synchronize()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all sums, and a fingerprint of the basis that they are in."""
+        squares, values = self.diagonal.state()
+        tensors = {f"block.{i}": value for i, value in self.remainder.blocks.items()}
+        tensors |= {f"diagonal.{name}": value for name, value in squares.items()}
+        others = sorted(self.remainder.numbers)
+        return tensors, {"diagonal": values, "others": others, "basis": self._fingerprint()}
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore what `state` returned, if it is in the same basis."""
+        if values["basis"] != self._fingerprint():
+            advice = "Eigenvectors are not the same on other machines: begin afresh, or give a saved result as `basis`."
+            raise ValueError(message("checkpoint", "of eigenvalues in the same basis", "one of another", advice))
+        squares = {name.removeprefix("diagonal."): t for name, t in tensors.items() if name.startswith("diagonal.")}
+        self.diagonal.set_state(squares, values["diagonal"])
+        self.remainder.numbers = set(values["others"])
+        for name, value in tensors.items():
+            kind, _, number = name.partition(".")
+            if kind == "block":
+                block = self.remainder.block_of(int(number))
+                assert block is not None
+                block.copy_(value)
+
+    def _fingerprint(self) -> str:
+        sides = [(f"{i}", [side for side in basis[1:] if side is not None]) for i, basis in self._bases.items()]
+        return fingerprint(*sides, most=2**12)
+
+    def _add(self, i: int, form: Form, bias: Form | None, made_by: Pass) -> None:
+        basis = self._bases.get(i)
+        if basis is None:
+            self.remainder.add_samples(i, form, made_by)
+            return
+        if (bias is None) != (basis.shape.bias is None) or not _fits(form, basis.shape):
+            raise _other(i, f"a {type(form).__name__} of shape {list(form.shape)}" + (" with a bias" if bias else ""))
+        self.diagonal.add_samples(i, self._rotate(i, form, basis), made_by)
+
+    def _rotate(self, i: int, form: Form, basis: Basis) -> Form:
+        if isinstance(form, Rows):
+            return replace(form, values=_turn(form.values, basis.right))
+        if isinstance(form, Tied):
+            product = replace(form.product, right=_turn(form.product.right, basis.right))
+            rows = replace(form.rows, values=_turn(form.rows.values, basis.right))
+            return Tied([product, rows], product, rows)
+        if not isinstance(form, Product):
+            return Rotated(form, basis)
+        inputs = form.left if form.turned else form.right
+        before, rotated = self._rotated.get(i, (None, None))
+        left, right = _with_bias(basis.shape, form)
+        if rotated is None or before is None or before.data_ptr() != inputs.data_ptr():
+            rotated = _turn(left, basis.left) if form.turned else _turn(right, basis.right)
+            self._rotated[i] = inputs, rotated
+        if form.turned:
+            return _product(basis, rotated, _turn(right, basis.right))
+        return _product(basis, _turn(left, basis.left), rotated)
+
+
+def _fits(form: Form, shape: FactorShape) -> bool:
+    if shape.tables:
+        return isinstance(form, Tied if shape.tables == 2 else Rows) and form.shape == shape.shape
+    extra = 0 if shape.bias is None else shape.groups * (shape.right if shape.turned else shape.left)
+    product = form.product_of(0, 0) if isinstance(form, Product) else True
+    return product is not None and form.shape.numel() + extra == shape.shape.numel()
+
+
+def _with_bias(shape: FactorShape, product: Product) -> tuple[Tensor, Tensor]:
+    """Return both factors, the inputs with a further one for the bias."""
+    left, right = product.left, product.right
+    if shape.bias is None:
+        return left, right
+    return (with_ones(left), right) if product.turned else (left, with_ones(right))
+
+
+def _turn(values: Tensor, basis: Tensor | None) -> Tensor:
+    """Return values [n, t, d] or [n, G, t, d] in a basis [G, d, d]."""
+    if basis is None:
+        return values
+    values = values.to(basis.dtype)
+    return values @ (basis[0] if values.ndim == 3 else basis)
+
+
+def _product(basis: Basis, left: Tensor, right: Tensor) -> Product:
+    return Product(left, right, basis.shape.shape, basis.shape.turned)
+
+
+def _other(i: int, got: str) -> ValueError:
+    advice = "The model treats batches differently, or the basis is of another model."
+    return ValueError(message(f"gradients of parameter {i}", "of the kind that the basis is for", got, advice))
