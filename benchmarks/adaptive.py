@@ -56,7 +56,7 @@ def estimators() -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- networks
 
 
-def digits() -> list[Case]:
+def digits(size: int = 512) -> list[Case]:
     """A convolutional network on scikit-learn's digits, after 0, 6 and 40 epochs, with its training images."""
     from neuromanifold.experiments.digits import TRAINING, load_digits
 
@@ -68,7 +68,7 @@ def digits() -> list[Case]:
         convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
         model = nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
         train(model, images, labels, epochs, batch=32)
-        cases.append(Case(f"digits, {epochs} epochs", model, batches_of(images, labels, TRAINING, 16)))
+        cases.append(Case(f"digits, {epochs} epochs", model, batches_of(images, labels, TRAINING, size)))
     return cases
 
 
@@ -331,7 +331,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and options.what != "digits" else "cpu")
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
     if options.what == "digits":
-        cases = digits()
+        cases = digits(options.batch)
     elif options.what == "cifar":
         cases = cifar(options.images, device, options.epochs, options.samples, options.batch)
     else:

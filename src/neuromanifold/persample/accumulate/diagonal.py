@@ -19,8 +19,11 @@ from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, 
 _CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
+_EVEN = 0.5  # of the samples must carry F, or all fourth powers are taken
 _EARLY = 8  # batches in which gradients may become much larger than before
-_NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
+_NUMBERS = (  # of its state
+    *("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes", "_carried"),
+)
 
 
 class Tally(NamedTuple):
@@ -63,6 +66,7 @@ class DiagonalSums:
         self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
         self._takes = True  # fourth powers of this batch, also where they cost much
         self._changes = 0  # of units
+        self._carried = [0.0, 0.0, 0.0]  # Σ t, Σ t² and number of samples, t = tr M
         self.capturing = False
         """Whether a CUDA graph is being captured, so that nothing can be read back."""
 
@@ -145,7 +149,23 @@ class DiagonalSums:
         self._batches += 1
         self._samples += self._of_batch
         group, place = divmod(self._batches, _ONE_IN)
-        self._takes = not self._alike or self._samples < _ALL_OF or place == _chosen(group)
+        self._takes = not self._alike or self._is_uneven or self._samples < _ALL_OF or place == _chosen(group)
+
+    def note_traces(self, traces: Tensor) -> None:
+        """Take the traces of some samples' metrics, [n]: which share of the samples carries F, and its noise.
+
+        If it is small, as for confident predictions, most of an entry's variance may be in a batch whose fourth powers
+        would not have been taken, so that its error bar would be much too small.
+        """
+        total, squares = read_back([traces.double().sum(), traces.double().square().sum()])
+        self._carried = [a + b for a, b in zip(self._carried, (total, squares, len(traces)), strict=True)]
+        self._takes = self._takes or self._is_uneven
+
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether (Σ t)²/Σ t², the number of samples that carry F, is a small part of them."""
+        total, squares, samples = self._carried
+        return total**2 < _EVEN * samples * squares
 
     @property
     def variant(self) -> tuple[object, ...]:
