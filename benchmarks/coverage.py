@@ -1,9 +1,10 @@
 """Intervals: how often nominal 95 % intervals hold the exact value, and how wide they are, on real networks.
 
     python benchmarks/coverage.py digits
-    python benchmarks/coverage.py glosses --model DIR/glosses --samples 256 --batch 16      a folder with model/, data.csv
-    python benchmarks/coverage.py pairs --model DIR/pairs
-    python benchmarks/coverage.py resnet50 --model DIR/resnet50 --samples 256 --batch 16    a folder with model/, data.npz
+    python benchmarks/coverage.py glosses --model DIR/glosses      last layers of a folder with model/ and data.csv
+    python benchmarks/coverage.py words --model DIR/glosses        its embeddings of words
+    python benchmarks/coverage.py pairs --model DIR/pairs          a folder with model/ and data.csv
+    python benchmarks/coverage.py resnet50 --model DIR/resnet50    last layers of a folder with model/ and data.npz
 
 Covered: the share of entries with F > 0 whose interval holds F by nm.Exact(), of all and of those to which one or two
 samples contribute: for digits (Σ F_n)² <= 2 Σ F_n² over samples n, for texts the embeddings of words that are in one or
@@ -21,13 +22,12 @@ from typing import Any
 
 import adaptive
 import torch
-from common import RESULTS, keep, setting, table
-from torch import Tensor, nn
+from common import keep, setting, table
 
 import neuromanifold as nm
 
-GLOSSES = ("*.layer.0.*", "*.layer.5.*", "*embeddings*", "*classifier*")
-RESNET = ("*embedder.embedder.*", "*stages.3.layers.2.*", "*stages.1.layers.0.*", "*classifier*")
+GLOSSES = {"glosses": ("*.layer.5.*", "*classifier*"), "words": ("*word_embeddings*",)}
+RESNET = ("*stages.3.layers.2.*", "*classifier*")
 
 
 def digits(samples: int, size: int) -> list[tuple[adaptive.Case, Any]]:
@@ -77,6 +77,7 @@ class Selected:
     exact: nm.DiagonalFisher
 
     def estimate(self, seed: int, **arguments: Any) -> nm.DiagonalFisher:
+        """Return one estimate."""
         return nm.fisher_diagonal(
             self.case.model, self.case.batches, parameters=self.parameters, seed=seed, **arguments
         )
@@ -118,7 +119,7 @@ def measure(case: adaptive.Case, layers: Any, seeds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["digits", "glosses", "pairs", "resnet50"])
+    parser.add_argument("what", choices=["digits", "glosses", "words", "pairs", "resnet50"])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=64)
@@ -130,7 +131,7 @@ def main() -> None:
     elif options.what == "resnet50":
         cases = resnet50(options.model, options.samples, options.batch)
     else:
-        cases = texts(options.model, options.samples, options.batch, GLOSSES if options.what == "glosses" else None)
+        cases = texts(options.model, options.samples, options.batch, GLOSSES.get(options.what))
     command = f"python benchmarks/coverage.py {options.what} --samples {options.samples} --batch {options.batch} "
     parts = [
         "# Intervals: coverage of nominal 95 %",
