@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive.py digits
     python benchmarks/adaptive.py cifar --images DIR/data.npz        two networks, which are trained first, on a GPU
-    python benchmarks/adaptive.py images --images DIR/data.npz       two small ones, trained in minutes on a CPU
+    python benchmarks/adaptive.py residual --images DIR/data.npz     a small one, trained in minutes on a CPU; or: vgg
     python benchmarks/adaptive.py text --model DIR/pairs             a folder with model/ and data.csv
     python benchmarks/adaptive.py --figure                           docs/images/adaptive.png from the results
 
@@ -150,23 +150,25 @@ def small_vgg() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
-def small_networks(path: Path, weights: Path, samples: int, size: int) -> list[Case]:
-    """Two networks, trained on the first 4,096 images until they know them, with the first `samples` of these."""
+SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epochs, learning rate
+    "residual": (small_residual, 24, 0.1),
+    "vgg": (small_vgg, 20, 0.05),
+}
+
+
+def small_network(name: str, path: Path, weights: Path, samples: int, size: int) -> list[Case]:
+    """A network that is trained on the first 4,096 images until it knows them, with the first `samples` of these."""
     images, labels = images_and_labels(path)
-    cases = []
-    for name, make, epochs, rate in (("residual", small_residual, 24, 0.1), ("VGG-like", small_vgg, 14, 0.05)):
-        torch.manual_seed(0)
-        model, file = make(), weights / f"{name.split('-')[0].lower()}.pt"
-        if file.exists():
-            model.load_state_dict(torch.load(file))
-            model.eval()
-        else:
-            train(model, images[:4096], labels[:4096], epochs, rate=rate, shift=False)
-            torch.save(model.state_dict(), file)
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
-        title = f"small {name} network, {millions:.2f} M, {samples} images of those that it was trained on"
-        cases.append(Case(title, model, batches_of(images, labels, samples, size)))
-    return cases
+    torch.manual_seed(0)
+    make, epochs, rate = SMALL[name]
+    model, file = make(), weights / f"{name}.pt"
+    if not file.exists():
+        train(model, images[:4096], labels[:4096], epochs, rate=rate, shift=False)
+        torch.save(model.state_dict(), file)
+    model.load_state_dict(torch.load(file))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    title = f"small {name} network, {millions:.2f} M, {samples} of the 4,096 images that it was trained on"
+    return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
 
 
 def images_and_labels(path: Path) -> tuple[Tensor, Tensor]:
@@ -388,10 +390,10 @@ def figure() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["digits", "cifar", "images", "text"])
+    parser.add_argument("what", nargs="?", choices=["digits", "cifar", *SMALL, "text"])
     parser.add_argument("--images", type=Path, help="data.npz with images [N, 32, 32, 3] and labels")
     parser.add_argument("--model", type=Path, help="a folder with model/ and data.csv")
-    parser.add_argument("--weights", type=Path, default=Path("/tmp"), help="where trained small networks are kept")
+    parser.add_argument("--weights", type=Path, default=Path("/tmp"), help="where trained networks are kept")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=30)
@@ -405,8 +407,8 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
     if options.what == "digits":
         cases = digits(options.batch)
-    elif options.what == "images":
-        cases = small_networks(options.images, options.weights, options.samples, options.batch)
+    elif options.what in SMALL:
+        cases = small_network(options.what, options.images, options.weights, options.samples, options.batch)
     elif options.what == "cifar":
         cases = cifar(options.images, device, options.epochs, options.samples, options.batch)
     else:
