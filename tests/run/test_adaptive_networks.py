@@ -15,7 +15,14 @@ from tests.problems.problem import Problem
 from tests.zscores import worst_z_score
 
 ALL = {**PROBLEMS, **ARCHITECTURES}
-SOME = ("CNN with BatchNorm", "tied embeddings", "nested dict inputs", "multi-label", "DistilBERT", "GPT-2 (tokens, tied)")
+SOME = (
+    "CNN with BatchNorm",
+    "tied embeddings",
+    "nested dict inputs",
+    "multi-label",
+    "DistilBERT",
+    "GPT-2 (tokens, tied)",
+)
 SEEDS, COST = 14, 1.4
 
 
@@ -36,7 +43,7 @@ def estimate(problem: Problem, estimator: nm.Estimator, seed: int = 0, **options
 
 
 def z_score(problem: Problem) -> float:
-    """The worst of eight combinations of entries: most of four samples and more contribute, which is close to normal."""
+    """The worst of eight combinations of entries, to which all samples contribute: close to normal."""
     exact = estimate(problem, nm.Exact())
     weights = torch.rand(len(exact), 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     runs = torch.stack([estimate(problem, nm.Adaptive(COST), seed) @ weights for seed in range(SEEDS)])
