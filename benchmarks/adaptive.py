@@ -1,13 +1,15 @@
 """Adaptive passes: error against measured cost, and the coverage of intervals, on trained networks.
 
     python benchmarks/adaptive.py digits
-    python benchmarks/adaptive.py cifar --images DIR/data.npz        two networks, which are trained first
+    python benchmarks/adaptive.py cifar --images DIR/data.npz        two networks, which are trained first, on a GPU
+    python benchmarks/adaptive.py residual --images DIR/data.npz     a small one, trained in minutes on a CPU; or: vgg
     python benchmarks/adaptive.py text --model DIR/pairs             a folder with model/ and data.csv
     python benchmarks/adaptive.py --figure                           docs/images/adaptive.png from the results
 
-Cost: time of a run over that of forward + backward of the same batches, taking turns, medians (wall-clock on a GPU,
-processor time on a CPU); what a call costs once is left out.  Error: mean over
-entries with F > 0 of |F̂ - F|/F, and over seeds; F by nm.Exact().  Stated: what the result says of Σ error / Σ F.
+Cost: time of a run over that of forward + backward of the same batches, taking turns, medians over the seeds
+(wall-clock on a GPU, processor time on a CPU).  It is the time of all batches minus that of half of them, so that what
+a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F by nm.Exact().
+Stated: what the result says of Σ error / Σ F.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, forward_backward, interleaved, keep, setting, table
+from common import RESULTS, forward_backward, keep, setting, table
+from common import seconds as seconds_of
 from torch import Tensor, nn
 
 import neuromanifold as nm
 
 COSTS = (0.5, 0.7, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0)
-ONE = "one pass"
+ONE, PLAIN = "one pass", "forward + backward"
 LEVEL = 0.95
 ROUNDING = 2e-4  # of float32 sums in another order
 
@@ -56,7 +60,7 @@ def estimators() -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- networks
 
 
-def digits() -> list[Case]:
+def digits(size: int = 512) -> list[Case]:
     """A convolutional network on scikit-learn's digits, after 0, 6 and 40 epochs, with its training images."""
     from neuromanifold.experiments.digits import TRAINING, load_digits
 
@@ -68,7 +72,7 @@ def digits() -> list[Case]:
         convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
         model = nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
         train(model, images, labels, epochs, batch=32)
-        cases.append(Case(f"digits, {epochs} epochs", model, batches_of(images, labels, TRAINING, 16)))
+        cases.append(Case(f"digits, {epochs} epochs", model, batches_of(images, labels, TRAINING, size)))
     return cases
 
 
@@ -122,13 +126,63 @@ def vgg() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
-def cifar(path: Path, device: torch.device, epochs: int, samples: int, size: int) -> list[Case]:
-    """Two networks, trained on all but 1,000 of the images, with the first `samples` of these."""
+def small_residual(width: int = 24) -> nn.Module:
+    """Fourteen convolutions with identities around pairs of them; 0.5 M parameters."""
+    layers: list[nn.Module] = [_convolution(3, width, 2), nn.ReLU()]
+    channels = width
+    for stage in range(3):
+        outs = width * 2**stage
+        layers += [_convolution(channels, outs, 2 if stage else 1), nn.ReLU()]
+        layers += [
+            _Identity(nn.Sequential(_convolution(outs, outs), nn.ReLU(), _convolution(outs, outs))) for _ in "ab"
+        ]
+        channels = outs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+def small_vgg() -> nn.Module:
+    """Seven convolutions and a linear layer; 1.2 M parameters."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for outs in (32, 0, 64, 64, 0, 128, 128, 0, 256, 256):
+        layers += [*_convolution(channels, outs), nn.ReLU()] if outs else [nn.MaxPool2d(2)]
+        channels = outs or channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epochs, learning rate
+    "residual": (small_residual, 24, 0.1),
+    "vgg": (small_vgg, 20, 0.05),
+}
+
+
+def small_network(name: str, path: Path, weights: Path, samples: int, size: int) -> list[Case]:
+    """A network that is trained on the first 4,096 images until it knows them, with the first `samples` of these."""
+    images, labels = images_and_labels(path)
+    torch.manual_seed(0)
+    make, epochs, rate = SMALL[name]
+    model, file = make(), weights / f"{name}.pt"
+    if not file.exists():
+        train(model, images[:4096], labels[:4096], epochs, rate=rate, shift=False)
+        torch.save(model.state_dict(), file)
+    model.load_state_dict(torch.load(file))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    title = f"small {name} network, {millions:.2f} M, {samples} of the 4,096 images that it was trained on"
+    return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
+
+
+def images_and_labels(path: Path) -> tuple[Tensor, Tensor]:
+    """Images [N, 3, 32, 32], about standardised, and labels [N]."""
     import numpy as np
 
     data = np.load(path)
-    images = torch.as_tensor(data["images"]).permute(0, 3, 1, 2).float().div_(255).sub_(0.47).div_(0.25).to(device)
-    labels = torch.as_tensor(data["labels"]).long().to(device)
+    images = torch.as_tensor(data["images"]).permute(0, 3, 1, 2).float().div_(255).sub_(0.47).div_(0.25)
+    return images, torch.as_tensor(data["labels"]).long()
+
+
+def cifar(path: Path, device: torch.device, epochs: int, samples: int, size: int) -> list[Case]:
+    """Two networks, trained on all but 1,000 of the images, with the first `samples` of these."""
+    images, labels = (one.to(device) for one in images_and_labels(path))
     cases = []
     for name, make in (("residual network", Residual), ("VGG-like network", vgg)):
         torch.manual_seed(0)
@@ -146,9 +200,17 @@ def _ends(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
     return [(images, labels, slice(0, 1000)), (images, labels, slice(-1000, None))]
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, batch: int = 128) -> None:
+def train(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    epochs: int,
+    batch: int = 128,
+    rate: float | None = None,
+    shift: bool = True,
+) -> None:
     """Stochastic gradient descent with momentum, one cycle; images are shifted by up to an eighth, and mirrored."""
-    size, rate = images.shape[-1], 0.1 if images.shape[1] == 3 else 0.02
+    size, rate = images.shape[-1], rate or (0.1 if images.shape[1] == 3 else 0.02)
     steps = epochs * (len(labels) // batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(1, steps))
@@ -159,9 +221,10 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, batch: 
                 continue
             x = images[rows]
             if images.shape[1] == 3:
-                x = nn.functional.pad(x, (size // 8,) * 4)
-                i, j = torch.randint(0, size // 4 + 1, (2,)).tolist()
-                x = x[..., i : i + size, j : j + size]
+                if shift:
+                    x = nn.functional.pad(x, (size // 8,) * 4)
+                    i, j = torch.randint(0, size // 4 + 1, (2,)).tolist()
+                    x = x[..., i : i + size, j : j + size]
                 x = x.flip(-1) if bool(torch.rand(()) < 0.5) else x
             optimizer.zero_grad(set_to_none=True)
             nn.functional.cross_entropy(model(x), labels[rows]).backward()  # type: ignore[no-untyped-call]
@@ -236,24 +299,36 @@ def compare(case: Case, found: nm.DiagonalFisher, exact: nm.DiagonalFisher) -> F
     )
 
 
-def measure(case: Case, seeds: int, repeats: int, device: torch.device) -> tuple[str, dict[str, Any]]:
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What a call returns, and its seconds: wall-clock on a GPU, of the processor otherwise."""
+    results: list[Any] = []
+    taken = seconds_of(lambda: results.append(call()), device)
+    return results[0], taken.wall if device.type == "cuda" else taken.cpu
+
+
+def measure(case: Case, seeds: int, device: torch.device) -> tuple[str, dict[str, Any]]:
     """One network: a table, and its numbers."""
     exact = nm.fisher_diagonal(case.model, case.batches, nm.Exact(), seed=0)
-    calls: dict[tuple[str, int], Callable[[], object]] = {}
-    for many in (1, 2):  # the difference is without what a call costs once
-        batches = case.batches * many
-        calls["plain", many] = partial(forward_backward, case.model, batches)
-        for name, arguments in estimators().items():
-            calls[name, many] = partial(nm.fisher_diagonal, case.model, batches, **arguments)
-    times = interleaved(calls, repeats, device)
-    seconds = {key: one.wall if device.type == "cuda" else one.cpu for key, one in times.items()}
+    runs: dict[str, list[nm.DiagonalFisher]] = {name: [] for name in estimators()}
+    seconds: dict[tuple[str, bool], list[float]] = {}
+    for seed, (name, half) in product(range(seeds), product([PLAIN, *estimators()], (True, False))):
+        batches = case.batches[: len(case.batches) // 2] if half else case.batches
+        call: Callable[[], Any] = partial(forward_backward, case.model, batches)
+        if name != PLAIN:
+            call = partial(nm.fisher_diagonal, case.model, batches, seed=seed, **estimators()[name])
+        found, taken = timed(call, device)
+        seconds.setdefault((name, half), []).append(taken)
+        if name != PLAIN and not half:
+            runs[name].append(found)
+    slopes = {
+        name: statistics.median(seconds[name, False]) - statistics.median(seconds[name, True])
+        for name in [PLAIN, *runs]
+    }
     rows, numbers = [], []
-    for name, arguments in estimators().items():
-        runs = [nm.fisher_diagonal(case.model, case.batches, seed=s, **arguments) for s in range(seeds)]
-        compared = [compare(case, one, exact) for one in runs]
+    for name in estimators():
+        compared = [compare(case, one, exact) for one in runs[name]]
         mean = Found(*(statistics.fmean(values) for values in zip(*compared, strict=True)))
-        own, plain = (seconds[one, 2] - seconds[one, 1] for one in (name, "plain"))
-        cost, left_out = own / plain, runs[0].provenance.left_out
+        cost, left_out = slopes[name] / slopes[PLAIN], runs[name][0].provenance.left_out
         numbers.append({"name": name, "cost": cost, "left out": left_out, **mean._asdict()})
         rest = [f"{mean.without_embeddings:.4f}"] if case.embeddings else []
         rare = [f"{100 * mean.rare:.1f} %"] if case.rare else []
@@ -315,14 +390,14 @@ def figure() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["digits", "cifar", "text"])
+    parser.add_argument("what", nargs="?", choices=["digits", "cifar", *SMALL, "text"])
     parser.add_argument("--images", type=Path, help="data.npz with images [N, 32, 32, 3] and labels")
     parser.add_argument("--model", type=Path, help="a folder with model/ and data.csv")
+    parser.add_argument("--weights", type=Path, default=Path("/tmp"), help="where trained networks are kept")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--figure", action="store_true")
     options = parser.parse_args()
     if options.figure:
@@ -331,17 +406,19 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and options.what != "digits" else "cpu")
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
     if options.what == "digits":
-        cases = digits()
+        cases = digits(options.batch)
+    elif options.what in SMALL:
+        cases = small_network(options.what, options.images, options.weights, options.samples, options.batch)
     elif options.what == "cifar":
         cases = cifar(options.images, device, options.epochs, options.samples, options.batch)
     else:
         cases = text(options.model, device, options.samples, options.batch)
     name = options.model.name if options.what == "text" else options.what
     command = f"python benchmarks/adaptive.py {options.what} --batch {options.batch} --samples {options.samples} "
-    command += f"--seeds {options.seeds} --repeats {options.repeats}"
+    command += f"--seeds {options.seeds}"
     parts, numbers = ["# Adaptive passes: error against measured cost", setting(command, device)], []
     for case in cases:
-        shown, found = measure(case, options.seeds, options.repeats, device)
+        shown, found = measure(case, options.seeds, device)
         parts, numbers = [*parts, shown], [*numbers, found]
         keep(f"adaptive-{name}", "\n\n".join(parts))
         (RESULTS / f"adaptive-{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")

@@ -49,7 +49,9 @@ def test_eigenvectors_get_passes_where_it_pays(name: str, noise: Any) -> None:
         noises, own = predicted(core, k, m), own_passes(core, k, m)
         assert noises[own] <= noises.min() * (1 + 1e-9) + 1e-15
         u, factors = drawn(estimator, core), estimator.pass_noise(core, alone=True)
-        assert [factor == 0 for factor in factors] == [True] * own + [False] * (m - own)
+        relative = 2 * noises[own] / float((core.trace().square() + 2 * core.squared_norm()).sum())
+        assert factors[:own] == pytest.approx([float(relative)] * own, rel=1e-6, abs=1e-15)
+        assert all(factor > 0 for factor in factors[own:])
         assert factors == estimator.pass_noise(nm.Categorical(PREDICTIONS[name]), alone=True)
         assert estimator.pass_noise(core, alone=False) == [2 / 3] * m
         alone, signed = leading_columns(core, k, m)

@@ -92,3 +92,31 @@ def test_the_relative_error_of_deflated_probes_has_the_right_size(steps: int) ->
     bound = sum(run.trace.stderr / run.trace.value for run in runs) / len(runs)
     assert 0.75 < found / true < 1.3
     assert not steps or bound / true > 1.3
+
+
+@pytest.mark.parametrize("why", ["few samples carry F", "few samples contribute to an entry"])
+def test_all_fourth_powers_are_taken_where_some_would_not_do(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error bars are those from all of them, to the bit; without this rule, as in a twin, they are not."""
+    x = inputs(20, 32, 6)
+    if why == "few samples carry F":
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False))
+        x[:, 1:] *= 100  # but for one sample of each batch, predictions are certain
+        monkeypatch.setattr(diagonal, "_MANY", 2.0)  # the other rule
+        rule, off = "_EVEN", 0.0
+    else:
+        model = nn.Linear(6, 5, bias=False)
+        x *= torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.05
+        rule, off = "_MANY", 2.0
+
+    def noise() -> Tensor:
+        found = nm.fisher_diagonal(model, list(x), nm.Hutchinson(deflate=0))
+        return torch.cat([found.noise[name].flatten() for name in found])
+
+    found = noise()
+    with monkeypatch.context() as patch:
+        patch.setattr(diagonal, rule, off)
+        twin = noise()
+    monkeypatch.setattr(diagonal, "_ALL_OF", 10**9)
+    full = noise()
+    assert torch.equal(found, full)
+    assert not torch.allclose(twin, full, rtol=0.05)

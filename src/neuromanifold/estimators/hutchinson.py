@@ -24,6 +24,7 @@ from neuromanifold.estimators.envelopes import (
 )
 from neuromanifold.estimators.orthogonal import (
     all_the_rest,
+    leading,
     leading_columns,
     orthonormal_noise,
     own_passes,
@@ -139,8 +140,13 @@ class Hutchinson(Estimator):
 
         So Var <= (2/3) (d-m)/(d-1) E[Σ g⁴]: both sides are linear in f, and m(d-m) >= d-1 shows it for f = 0 and for
         f = (d-1)κ.  For a uniformly random frame Var = 2F² (d-m)/(m(d+2)) and E[Σ g⁴] = 3d F²/(m(d+2)), whose ratio is
-        (2/3)(1 - m/d), exactly.  Of an eigenvector, a column, or a single inner dimension with a random sign, the
-        square is not random at all.
+        (2/3)(1 - m/d), exactly.  Of a column, or a single inner dimension with a random sign, the square is not random
+        at all.
+
+        Neither is that of an eigenvector with a pass of its own.  But the noise is then in the other passes alone, and
+        by chance their squares may be next to nothing for a sample that contributes most of F, which would look like
+        an exact value.  So Var/F², as predicted for the batch, is taken of eigenvectors' fourth powers too: error bars
+        are somewhat too large on average, and hold for single entries.
 
         Otherwise cross terms between distributions come in.  Every pass has a random sign of its own for each of them,
         so cross terms of different passes are uncorrelated, and those of one pass have the variance 2 Σ_{x≠y} E[g_x²]
@@ -156,7 +162,8 @@ class Hutchinson(Estimator):
         own = own_passes(core, self._eigenpairs, passes)
         m, d = passes - own, self._columns(core) - own
         left = (d - m) / (d - 1 if self.noise == "rademacher" else d)
-        return [0.0] * own + [self.noise_factor * left] * m
+        relative = leading(core, min(self._eigenpairs, core.rank), passes).relative_variance if own else 0.0
+        return [relative] * own + [self.noise_factor * left] * m
 
     def noise_shares(self, core: Core) -> tuple[Tensor, Tensor] | None:
         """Return Σ (tr M)² - ‖M‖² and Σ (tr M)² for independent probes along eigenvectors.
@@ -164,9 +171,22 @@ class Hutchinson(Estimator):
         With signs along eigenvectors and a row of J that has no preferred direction, q_i = λ_i times a squared normal
         number: Var(g²) = 2 E[(Σq)² - Σq²] = 2((tr M)² - ‖M‖²), and E[g⁴] = E[3(Σq)² - 2Σq²] = 3(tr M)².  Where one
         eigenvalue dominates, as for confident predictions, next to nothing of the bound (2/3) E[g⁴] is noise.
+
+        Orthogonal ones, with passes of their own for eigenvectors (`pass_noise`): 2S², and what their fourth powers
+        3λ² add to the bound, which for a single pass of the rest is 2(tr M - Σλ)².
         """
-        if self._together or not self._eigenpairs or self.noise != "rademacher":
+        if not self._eigenpairs or self.noise != "rademacher":
             return None
+        if self._together:
+            if self.probes >= self._columns(core):
+                return None
+            first = leading(core, min(self._eigenpairs, core.rank), self.probes)
+            values = first.spectrum.values[..., : first.own].double()
+            noise = torch.tensor(first.variance, dtype=torch.float64, device=values.device)
+            last = (
+                2 * (core.trace().double() - values.sum(-1)).square().sum() if self.probes - first.own == 1 else noise
+            )
+            return noise, last + 3 * first.relative_variance * values.square().sum()
         squares = core.trace().double().square()
         return (squares - core.squared_norm().double()).sum(), squares.sum()
 
@@ -220,10 +240,10 @@ class Hutchinson(Estimator):
     def _deflated(self, core: Core) -> Mixer:
         """Return the map from (ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""
         k = min(self._eigenpairs, core.rank)
-        leading = functools.cache(lambda: core.spectrum(k))
+        pairs = functools.cache(lambda: core.spectrum(k))
 
         def by_torch(xi: Tensor) -> Tensor:
-            values, vectors = leading()  # [..., k], [..., k, C]
+            values, vectors = pairs()  # [..., k], [..., k, C]
             rest = core.factor(xi[..., k:])
             along = square_root(values) * xi[..., :k] - (vectors * rest[..., None, :]).sum(-1)
             return rest + (along[..., None] * vectors).sum(-2)

@@ -59,10 +59,17 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
 
 
 class Leading(NamedTuple):
-    """The leading eigenpairs of every distribution, and how many of them get passes of their own."""
+    """The leading eigenpairs of every distribution, how many of them get passes of their own, and the noise then."""
 
     spectrum: Spectrum
     own: int
+    variance: float  # Σ 2S² over distributions
+    fisher: float  # Σ (tr M)² + 2‖M‖², that is F² on average over directions of J and in the same units
+
+    @property
+    def relative_variance(self) -> float:
+        """Var/F² of the batch, in which the distributions count that have the largest F."""
+        return self.variance / self.fisher if self.fisher > 0 else 0.0
 
 
 def leading(core: Core, k: int, passes: int) -> Leading:
@@ -76,9 +83,12 @@ def leading(core: Core, k: int, passes: int) -> Leading:
     if key not in kept:
         spectrum = core.spectrum(k)
         with torch.no_grad():
-            noise = remaining_noise(spectrum.values, core.trace(), core.squared_norm(), core.rank, passes)
-        total = noise.reshape(-1, noise.shape[-1]).sum(0).nan_to_num(0.0).tolist()
-        kept[key] = Leading(spectrum, total.index(min(total)))
+            trace, squared_norm = core.trace().double(), core.squared_norm().double()
+            noise = remaining_noise(spectrum.values, trace, squared_norm, core.rank, passes)
+            fisher = (trace.square() + 2 * squared_norm).sum()
+        sums = torch.cat([noise.reshape(-1, noise.shape[-1]).sum(0), fisher[None]])
+        *total, square = sums.nan_to_num(0.0).tolist()
+        kept[key] = Leading(spectrum, total.index(min(total)), 2 * min(total), square)
     return kept[key]
 
 

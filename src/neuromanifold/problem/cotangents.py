@@ -47,21 +47,17 @@ def cotangents(
         raise ValueError(f"Batch {outputs.number} of `data`: {error}") from error
 
 
-def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float, predicted: float = 0.0) -> Iterator[Cotangent]:
+def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float) -> Iterator[Cotangent]:
     """Cotangents of samples that were kept with probability π [B], times 1/√π: squares are unbiased.
 
     Let X = Σ g² over the m passes of a sample.  The variance of X/π, where it is kept at all, has the unbiased estimate
     (π Var(X) + (1 - π) X²)/π² <= Σ (π c + (1 - π) m) (g/√π)⁴.  `mean_keep` stands for π here.
-
-    Passes of eigenvectors have c = 0, and all noise of the sample is that of its last pass.  By chance its g² may be
-    next to nothing, which would look like an exact value.  So they get the relative variance Var(X)/F² that is
-    `predicted` from the outputs, at the cost of an error bar that is up to √2 too large for such samples.
     """
     for one in drawn:
         roots = keep.to(one.values.device).rsqrt().to(one.values.dtype)
         values = one.values * roots.view(-1, *[1] * (one.values.ndim - 1))
         missed = (1 - mean_keep) * one.passes
-        noise, sample_noise = (mean_keep * (c or predicted) + missed for c in (one.noise, one.sample_noise))
+        noise, sample_noise = (mean_keep * c + missed for c in (one.noise, one.sample_noise))
         yield one._replace(values=values, noise=noise, sample_noise=sample_noise, weights=1 / keep)
 
 

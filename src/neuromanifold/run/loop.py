@@ -19,7 +19,7 @@ from typing import Literal
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
-from neuromanifold.persample.accumulate import GradientSums, StatefulSums
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, StatefulSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.outputs import Outputs
@@ -90,6 +90,8 @@ def run(
         if some:
             core = problem.distributions(outputs, labels=False).core
             counts.add_noise_shares(settings.estimator.noise_shares(core))
+            if isinstance(sums, DiagonalSums):
+                sums.note_traces(outputs.per_sample(core.trace()))
         counts.add(outputs)
 
     with problem.session(), step.method.attached(), interrupts.watched():

@@ -82,9 +82,8 @@ class Step:
         estimator: Estimator | None = None,
         keep: Tensor | None = None,
         mean_keep: float = 1.0,
-        predicted: float = 0.0,
     ) -> None:
         """Send all cotangents of an estimator back; of samples that were kept at random, as `weighted` does."""
         drawn = cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
-        self.method.add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep, predicted), self.sums)
+        self.method.add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep), self.sums)
         self.sums.end_batch()

@@ -138,9 +138,7 @@ class AdaptiveSteps:
             if len(rows):
                 parts.append(SomeSamples(one.batch, one.samples, rows))
                 expected.append(None if one.logits is None else one.logits[rows.to(one.logits.device)])
-        fisher, left = float(scores.fisher[group].sum()), float(scores.noise[group, noise.argmin()].sum())
-        predicted = 2 * left / fisher if 1 < passes < int(scores.passes[-1]) and fisher else 0.0  # the last: exact
-        self._run(gather(parts, self._problem.batch_dim), passes, keep, scores.trace[group], expected, predicted)
+        self._run(gather(parts, self._problem.batch_dim), passes, keep, scores.trace[group], expected)
         done = Allocation(keep, torch.full((len(group),), float(passes), dtype=torch.float64), allocation.price)
         self._note_noise(scores.of(group), done)
 
@@ -169,15 +167,7 @@ class AdaptiveSteps:
                 first = self._problem.outputs(batch)
             yield self._problem.outputs_like(first, batch, samples)
 
-    def _run(
-        self,
-        batch: Batch,
-        passes: int,
-        keep: Tensor,
-        sizes: Tensor,
-        expected: list[Tensor | None],
-        predicted: float = 0.0,
-    ) -> Outputs:
+    def _run(self, batch: Batch, passes: int, keep: Tensor, sizes: Tensor, expected: list[Tensor | None]) -> Outputs:
         """Forward and backward passes for samples that were kept with these probabilities."""
         outputs = self._step.forward(batch)
         logits = [one for one in expected if one is not None]
@@ -189,7 +179,7 @@ class AdaptiveSteps:
                 raise ValueError(message("model", "one that treats samples alike in every batch", got, advice))
         weights = (sizes / keep).square()
         mean = float((keep * weights).sum() / weights.sum()) if float(weights.sum()) else 1.0
-        self._step.backward(outputs, several(passes), keep, mean, predicted)
+        self._step.backward(outputs, several(passes), keep, mean)
         self._step.end_batch(batch)
         self._step.sums.synchronize()
         return outputs.detached()

@@ -19,8 +19,12 @@ from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, 
 _CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
+_EVEN = 0.5  # of the samples must carry F, or all fourth powers are taken
+_UNLIKE, _MANY = 4.0, 0.2  # where n v/F̂² is larger for so many entries of a parameter, all of its are taken
 _EARLY = 8  # batches in which gradients may become much larger than before
-_NUMBERS = ("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes")  # of its state
+_NUMBERS = (  # of its state
+    *("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes", "_carried", "_sparse"),
+)
 
 
 class Tally(NamedTuple):
@@ -63,6 +67,8 @@ class DiagonalSums:
         self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
         self._takes = True  # fourth powers of this batch, also where they cost much
         self._changes = 0  # of units
+        self._sparse = [False] * count  # parameters with many entries to which few samples contribute
+        self._carried = [0.0, 0.0, 0.0]  # Σ t, Σ t² and number of samples, t = tr M
         self.may_synchronize = True
         """Whether values on a GPU may be read: not while a CUDA graph is captured."""
 
@@ -108,7 +114,7 @@ class DiagonalSums:
         self._of_batch = form.samples
         random = self._keeps and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
         self._seen[i] += form.samples if random else 0
-        takes = self._takes or not form.thins or not self._taken[i]
+        takes = self._takes or not form.thins or not self._taken[i] or self._sparse[i]
         if not (takes and random):
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
@@ -143,9 +149,41 @@ class DiagonalSums:
                 self._raise_unit(i, _power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
+        if self._alike and self._samples < _ALL_OF <= self._samples + self._of_batch:
+            self._find_sparse(self._samples + self._of_batch)
         self._samples += self._of_batch
         group, place = divmod(self._batches, _ONE_IN)
-        self._takes = not self._alike or self._samples < _ALL_OF or place == _chosen(group)
+        self._takes = not self._alike or self._is_uneven or self._samples < _ALL_OF or place == _chosen(group)
+
+    def note_traces(self, traces: Tensor) -> None:
+        """Take the traces of some samples' metrics, [n]: which share of the samples carries F, and its noise.
+
+        If it is small, as for confident predictions, most of an entry's variance may be in a batch whose fourth powers
+        would not have been taken, so that its error bar would be much too small.
+        """
+        total, squares = read_back([traces.double().sum(), traces.double().square().sum()])
+        self._carried = [a + b for a, b in zip(self._carried, (total, squares, len(traces)), strict=True)]
+        self._takes = self._takes or self._is_uneven
+
+    def _find_sparse(self, samples: int) -> None:
+        """Find parameters with many entries whose error bars would suffer if fourth powers were left out.
+
+        For n samples that contribute alike to an entry, n v/F̂² is about 2 after one pass, with v = (2/3) Σ g⁴; it is
+        twice that if half of them contribute, as after a ReLU.
+        """
+        shares: list[Tensor | None] = [None] * len(self._sparse)
+        for i, (square, fourth) in enumerate(zip(self._squares, self._fourths, strict=True)):
+            if square is not None and fourth is not None and self._units[i]:
+                scaled = square / self._units[i] ** 2
+                shares[i] = (samples * fourth > _UNLIKE * scaled.square()).sum() / (fourth > 0).sum().clamp(min=1)
+        self._sparse = [share > _MANY for share in read_back(shares)]
+        self._changes += any(self._sparse)  # a captured CUDA graph has left them out
+
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether (Σ t)²/Σ t², the number of samples that carry F, is a small part of them."""
+        total, squares, samples = self._carried
+        return total**2 < _EVEN * samples * squares
 
     @property
     def variant(self) -> tuple[object, ...]:
