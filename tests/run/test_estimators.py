@@ -126,7 +126,7 @@ def test_exact_equals_the_definition(name: str) -> None:
     assert_close(problem, dict(result), expected)
     assert all((result.stderr[key] == 0).all() for key in result)
     ways = result.provenance.granularity
-    assert [key for key in result if ways[key] != "sample" and problem.by_rule(key)] == []
+    assert [key for key in result if ways[key] not in ("sample", "token") and problem.by_rule(key)] == []
 
 
 @pytest.mark.parametrize("part", ["upper", "1", "2"])
@@ -173,26 +173,28 @@ def _float(inputs: object, dtype: torch.dtype = torch.float32) -> object:
 @pytest.mark.parametrize("granularity", ["auto", "sample", "batch"])
 @pytest.mark.parametrize("name", ALL)
 def test_one_backward_squares_what_it_says(name: str, granularity: str) -> None:
-    """The very cotangents of a run, sent back by definition: squared per sample where it says so, else per batch."""
+    """The very cotangents of a run, sent back by definition: squared per token, sample or batch as it says."""
     problem, estimator = ALL[name], nm.Hutchinson(2, deflate=0, orthogonal=False)
     result = estimate(problem, estimator, granularity=granularity, seed=3)
     ways = result.provenance.granularity
     if granularity != "auto":
         assert set(ways.values()) <= ({"batch"} if granularity == "batch" else {"sample", "sample, one by one"})
-    assert all(ways[key] == "sample" or not problem.by_rule(key) or granularity == "batch" for key in ways)
+    assert all(ways[key] in ("sample", "token") or not problem.by_rule(key) or granularity == "batch" for key in ways)
     rows, logits = jacobian(problem)
     positions, generator = len(logits) // 4, torch.Generator()
-    squares, fourths = torch.zeros(2, rows.shape[-1]).double(), torch.zeros(2, rows.shape[-1]).double()
+    squares, fourths = torch.zeros(3, rows.shape[-1]).double(), torch.zeros(3, rows.shape[-1]).double()
     for number, batch in enumerate((slice(0, 3 * positions), slice(3 * positions, None))):
         core = problem.likelihood(logits[batch])
         generator.manual_seed(batch_seed(3, number))
         for u in estimator.cotangents(core, None, generator):
-            single = torch.einsum("nc,ncp->np", u, rows[batch]).view(-1, positions, rows.shape[-1]).sum(1)
-            for i, g in enumerate((single.sum(0, keepdim=True), single)):
-                constant = estimator.pass_noise(core, alone=i == 1 and positions == 1)[0]
+            token = torch.einsum("nc,ncp->np", u, rows[batch])
+            single = token.view(-1, positions, rows.shape[-1]).sum(1)
+            for i, g in enumerate((single.sum(0, keepdim=True), single, token)):
+                constant = estimator.pass_noise(core, alone=i == 2 or (i == 1 and positions == 1))[0]
                 squares[i] += g.square().sum(0)
                 fourths[i] += constant * g.pow(4).sum(0)
-    which = by_sample(result).long()[None]
+    per_token = torch.cat([torch.full((value.numel(),), ways[key] == "token") for key, value in result.items()])
+    which = torch.where(per_token, 2, by_sample(result).long())[None]
     expected, stderr = squares.gather(0, which)[0], fourths.gather(0, which)[0].sqrt()
     assert_close(problem, dict(result), reference.by_name(problem.model, expected))
     error = (flat(result.stderr) - stderr).abs()
