@@ -39,16 +39,16 @@ from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
-from neuromanifold.uses import optim
 from neuromanifold.uses.consolidation import Consolidation
 from neuromanifold.uses.influence import influence
 from neuromanifold.uses.laplace import Laplace
 from neuromanifold.uses.merging.merge import merge
-from neuromanifold.uses.preconditioner import KroneckerPreconditioner
 from neuromanifold.uses.pruning import plan_pruning
 from neuromanifold.uses.quantization import quantization_sensitivity
 from neuromanifold.uses.similarity import task_distance
-from neuromanifold.uses.trace_penalty import trace_penalty
+from neuromanifold.uses.training import optim
+from neuromanifold.uses.training.preconditioner import KroneckerPreconditioner
+from neuromanifold.uses.training.trace_penalty import trace_penalty
 from neuromanifold.uses.tuning import plan_lora, plan_tuning
 
 _draw_with(plot=_plots.plot, report=_page.write_page, html=_page.notebook)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import neuromanifold as nm
-from neuromanifold.uses.callbacks import FisherRecorder, lightning_callback, record_with_trainer
+from neuromanifold.uses.training.callbacks import FisherRecorder, lightning_callback, record_with_trainer
 
 
 def test_recording_by_hand_keeps_traces_and_files(tmp_path: Path) -> None:

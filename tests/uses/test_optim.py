@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import neuromanifold as nm
-from neuromanifold.uses.optim import FisherOptimizer
+from neuromanifold.uses.training.optim import FisherOptimizer
 from tests.zscores import allowed_z_score, worst_z_score
 
 Make = Callable[..., FisherOptimizer]
