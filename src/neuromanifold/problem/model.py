@@ -113,12 +113,25 @@ def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of torch.compile's and data-parallel wrappers."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or (
-        isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-        and isinstance(inner := model.module, nn.Module)
-    ):
+    while (inner := unwrapped_once(model)) is not model:
         model = inner
     return model
+
+
+def unwrapped_once(model: nn.Module) -> nn.Module:
+    """The model inside of the outermost of these wrappers; itself if there is none."""
+    parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel, whose own forward prepares a reduction of gradients; or itself."""
+    inner, found = model, model
+    while (further := unwrapped_once(inner)) is not inner:
+        found = further if isinstance(inner, nn.parallel.DistributedDataParallel) else found
+        inner = further
+    return found
 
 
 def base_model(model: nn.Module) -> nn.Module:

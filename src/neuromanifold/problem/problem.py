@@ -36,6 +36,7 @@ from neuromanifold.problem.model import (
     only_argument,
     select_parameters,
     with_decoder_inputs,
+    without_ddp,
 )
 from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.progress import tracked
@@ -75,6 +76,7 @@ class Problem:
 
         `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.
         """
+        model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
         _check_embeddings(module)
@@ -185,10 +187,10 @@ class Problem:
         except RuntimeError:  # perhaps forward takes derivatives itself
             return self.evaluate(batch, estimator).detached()
 
-    def samples_of(self, batch: Batch, like: Outputs) -> int:
-        """The number of samples of a batch whose outputs are not known, but those of another."""
+    def samples_of(self, batch: Batch, like: Outputs | None = None) -> int:
+        """The number of samples of a batch whose outputs are not known, but perhaps those of another."""
         dims = (t.shape[self.batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim)
-        return next(dims, len(like.logits))
+        return next(dims, 1 if like is None else len(like.logits))
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
         """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""

@@ -35,8 +35,21 @@ class TakesForms(Protocol):
         """End a pass: all of its gradients have been added."""
 
 
+class Reducer(Protocol):
+    """Several processes with sums of their own, all of which call the same methods in the same order."""
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all processes, which JSON can hold, in the order of their ranks."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with its sum over all processes."""
+
+
 class GradientSums(TakesForms, Protocol):
     """An accumulator: takes the gradients of one pass after the other, and keeps sums of them."""
+
+    def begin_batch(self, index: int, samples: int) -> None:
+        """Begin batch number `index` of a run, of which other processes may have other batches."""
 
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take gradients summed over a batch, or those of one sample; None stands for zero."""
@@ -57,6 +70,15 @@ class StatefulSums(GradientSums, Protocol):
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned, in this process or in another."""
+
+    def copy(self) -> StatefulSums:
+        """Return the same sums, which go on by themselves."""
+
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add what `state` returned for other batches."""
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes: all of them then have the whole."""
 
 
 def read_back(numbers: Sequence[Tensor | None]) -> list[float]:

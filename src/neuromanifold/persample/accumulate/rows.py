@@ -33,6 +33,9 @@ class GradientRows:
         self._alone: list[list[tuple[int, Tensor]]] = []  # of batches, or of samples one by one
         self._after_batch = after_batch
 
+    def begin_batch(self, index: int, samples: int) -> None:
+        """Do nothing: all batches are treated alike."""
+
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Add one row, of a batch or of the next sample; None stands for zero."""
