@@ -32,14 +32,13 @@ def test_an_error_in_one_process_ends_the_others_and_names_it(who: int, tmp_path
     assert sorted(files) == [0, 1]
 
 
-def test_an_error_of_verification_in_one_process() -> None: ...
-
-
 def test_a_run_that_others_do_not_come_to_says_so() -> None:
-    (ended, text), other = outcomes(2, runs.late)
-    assert other == (True, None)
-    assert not ended
-    assert text == "ProcessError: Rank 1 of 2 has not begun this run within 0 minutes."
+    (told, error), _ = values(2, runs.late)
+    assert told == [
+        "Rank 1 of 2 has not begun this run after 0 s: all processes of a process group have to make the same call. "
+        "Give distributed=False for a run of this process alone."
+    ]
+    assert error == "Rank 1 of 2 has not begun this run within 1 s."
 
 
 def test_ctrl_c_in_one_process_gives_what_all_have_done(tmp_path: Path) -> None:

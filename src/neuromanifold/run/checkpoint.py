@@ -1,6 +1,6 @@
 """Keeping the state of a run in files, so that the run can be taken up again with the same numbers, bit for bit.
 
-    saved.resume(processes)         what the files say, if they are of the same run; else an error that names what differs
+    saved.resume(...)               what the files say, if they are of the same run; else an error names what differs
     for number, batch in data:
         saved.compare(...)          the batches must be what they were
         if saved.was_done(number): continue

@@ -93,7 +93,7 @@ class Processes:
                     self._tell_who_is_late(keys)
                     told = True
                 if not patient and waited > _JOIN:
-                    raise ProcessError(f"{self._late(keys)} not begun this run within {waited / 60:.0f} minutes.")
+                    raise ProcessError(f"{self._late(keys)} not begun this run within {waited:.0f} s.")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
             return [json.loads(self._store.get(key)) for key in keys]
