@@ -211,3 +211,17 @@ def late(rank: int) -> tuple[list[str], str]:
         except processes.ProcessError as error:
             return [str(one.message) for one in told], str(error)
     return [], ""
+
+
+def fully_sharded(_: int, new: bool, run: int) -> None:
+    """A model in FSDP2 (`fully_shard`) or in FSDP1, in each of three functions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model: Any = network()
+    if new:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    functions: list[Any] = [nm.fisher_diagonal, nm.fisher_operator, lambda model, _: nm.RunningFisher(model)]
+    functions[run](model, batches(3))

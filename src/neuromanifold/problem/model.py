@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -97,6 +98,30 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     every = [(plain_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
     held = [(name, first.setdefault(parameter, name)) for name, parameter in every]
     return {name: first_name for name, first_name in held if name != first_name}
+
+
+def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters of which this process has only a part, or none: their gradients would be wrong, or missing."""
+    advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`."
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, _loaded_class("torch.distributed.tensor", "DTensor")):
+            got = f"{plain_name(name)!r} sharded over processes (fully_shard or tensor parallel)"
+            raise ValueError(message("model", "whole on each process", got, advice))
+    if any(
+        isinstance(one, _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")) for one in model.modules()
+    ):
+        got = "FullyShardedDataParallel, which shards parameters over processes"
+        raise ValueError(message("model", "whole on each process", got, advice))
+    for name, parameter in chosen.items():
+        if parameter.device.type == "meta":
+            got = f"{name!r} on the meta device (offloaded to CPU or disk by device_map, or not loaded)"
+            advice = "Leave it out with `parameters`, or choose a device_map without 'cpu' and 'disk'."
+            raise ValueError(message("parameters", "in memory", got, advice))
+
+
+def _loaded_class(module: str, name: str) -> Any:
+    """A class of a module that takes long to import; without it there is no instance, for which () stands."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:

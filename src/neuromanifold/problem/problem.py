@@ -32,6 +32,7 @@ from neuromanifold.problem.model import (
     as_module,
     base_model,
     call,
+    check_whole,
     forward_signature,
     only_argument,
     select_parameters,
@@ -79,6 +80,7 @@ class Problem:
         model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
+        check_whole(module, chosen)
         _check_embeddings(module)
         _check_data(data)
         if not callable(likelihood):
@@ -99,7 +101,8 @@ class Problem:
 
     @cached_property
     def _first(self) -> nn.Parameter:
-        return next(self.model.parameters())
+        parameters = list(self.model.parameters())
+        return next((parameter for parameter in parameters if parameter.device.type != "meta"), parameters[0])
 
     @cached_property
     def _signature(self) -> Signature | None:

@@ -131,6 +131,16 @@ def sampler_replicas(data: object) -> int:
     return 1
 
 
+def refuse_a_part(data: object, what: str) -> None:
+    """Refuse data that a sampler divides among processes where each process would go on with its part alone."""
+    if sampler_replicas(data) > 1:
+        advice = (
+            "Leave out the DistributedSampler; nm.fisher_diagonal and nm.fisher_trace share the data among processes."
+        )
+        got = f"a part of them, by a DistributedSampler for {sampler_replicas(data)} processes"
+        raise ValueError(message("data", f"whole for {what}, which runs on a single process", got, advice))
+
+
 def _warn_if_padded(data: Any) -> None:
     """A DistributedSampler repeats samples so that all processes have as many."""
     sampler = data.sampler

@@ -25,8 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.suspicions import callers_level
@@ -216,7 +214,9 @@ def together(wanted: bool) -> Iterator[Processes]:
     if not (wanted and dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         yield Processes()
         return
-    store = PrefixStore(f"neuromanifold/{next(_calls)}", distributed_c10d._get_default_store())
+    from torch.distributed import distributed_c10d  # which not every build of torch has
+
+    store = distributed_c10d.PrefixStore(f"neuromanifold/{next(_calls)}", distributed_c10d._get_default_store())
     processes = Processes(dist.get_rank(), dist.get_world_size(), store)
     with processes.watched():
         yield processes

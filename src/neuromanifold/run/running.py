@@ -14,7 +14,7 @@ from neuromanifold.persample.accumulate.base import zero_sums
 from neuromanifold.persample.backward import BatchBackward, involves_half
 from neuromanifold.problem.batches import model_device
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.model import Selection, select_parameters
+from neuromanifold.problem.model import Selection, check_whole, select_parameters
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.methods import choose_granularity
 
@@ -53,6 +53,7 @@ class RunningFisher:
         self.estimator = self.estimator.for_batches()
         self.decay, self.likelihood = float(decay), likelihood
         self._chosen = select_parameters(model, parameters)
+        check_whole(model, self._chosen)
         half = involves_half(model.parameters(), model_device(model))
         self._backward = BatchBackward(list(self._chosen.values()), half)
         seed = random_seed(seed)
