@@ -167,18 +167,18 @@ def resumed(rank: int, path: Path, number: int, options: dict[str, Any]) -> None
 
 
 def killed(rank: int, path: Path, who: int, after: float, number: int, pause: float, silent: float = 2.0) -> None:
-    """One process is killed after some seconds; with a checkpoint of every batch."""
+    """One process is killed some seconds after the first batch; with a checkpoint of every batch."""
     processes._SILENT = silent
 
     def data() -> Iterator[Any]:
-        for batch in batches(number):
+        for i, batch in enumerate(batches(number)):
+            if i == 1 and rank == who:
+                timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
+                timer.daemon = True
+                timer.start()
             time.sleep(pause)
             yield batch
 
-    if rank == who:
-        timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
     fim = nm.fisher_diagonal(network(), data(), checkpoint=nm.Checkpoint(path / "state", every=0))
     fim.save(path / f"result{rank}")
 
@@ -225,3 +225,15 @@ def fully_sharded(_: int, new: bool, run: int) -> None:
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     functions: list[Any] = [nm.fisher_diagonal, nm.fisher_operator, lambda model, _: nm.RunningFisher(model)]
     functions[run](model, batches(3))
+
+
+def killed_on_joining(rank: int) -> None:
+    """Rank 1 dies when all have begun the run, before any batch."""
+    processes._SILENT = 2.0
+
+    def meet(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        processes.Processes.meet = meet  # type: ignore[method-assign]
+    nm.fisher_diagonal(network(), batches(5))

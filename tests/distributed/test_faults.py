@@ -160,7 +160,7 @@ def kill_and_resume(folder: Path, seed: int, kills: int, number: int = 40) -> in
             for rank, one in enumerate(found):
                 assert rank == who or not one[0] or (folder / f"result{rank}").exists()
                 if rank != who and not one[0]:
-                    told = (f"Rank {who} of {world} has not been heard of", "Connection closed", "store")
+                    told = (f"Rank {who} of {world} has not been heard of", "Another process has died", "store")
                     assert any(text in one[1] for text in told), one
     world = chance.choice([1, 2])
     found = resume(world, folder, number)
@@ -176,6 +176,15 @@ def test_a_process_that_is_killed_ends_the_run_and_another_number_resumes_it(tmp
     assert text.startswith("ProcessError: Rank 1 of 2 has not been heard of for ")
     assert "with a checkpoint, the same call resumes it, with any number of processes" in text
     assert_same(resume(1, tmp_path, 200), expected(200))
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_before_a_collective_is_not_waited_for() -> None:
+    found = outcomes(2, runs.killed_on_joining)
+    assert found[1] is None
+    assert found[0][1].startswith(
+        ("ProcessError: Another process has died", "ProcessError: Rank 1 of 2 has not been heard")
+    )
 
 
 @pytest.mark.slow

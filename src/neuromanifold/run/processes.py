@@ -117,8 +117,23 @@ class Processes:
 
     def add(self, tensor: Tensor) -> None:
         """Overwrite a tensor with its sum over all processes."""
-        if self.several:
-            dist.all_reduce(tensor)
+        if not self.several:
+            return
+        try:
+            work, pause = dist.all_reduce(tensor, async_op=True), 0.0
+            while work is not None and not work.is_completed():  # one that has died would be waited for until a timeout
+                self.check()
+                time.sleep(pause)
+                pause = min(0.02, 1.2 * pause + 1e-5)
+            if work is not None:
+                work.wait()
+        except ProcessError:
+            raise
+        except RuntimeError as error:
+            if "closed by peer" not in str(error).lower() and "reset by peer" not in str(error).lower():
+                raise
+            text = "Another process has died while sums were added, which ends the run on all processes; with a "
+            raise ProcessError(f"{text}checkpoint, the same call resumes it ({error}).") from error
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -126,6 +141,7 @@ class Processes:
         if not self.several:
             yield
             return
+        self._store.add(f"beat/{self.rank}", 1)  # before the others can know that this process is there
         thread = threading.Thread(target=self._watch, name="neuromanifold processes", daemon=True)
         thread.start()
         try:
