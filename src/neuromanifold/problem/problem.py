@@ -192,7 +192,11 @@ class Problem:
 
     def samples_of(self, batch: Batch, like: Outputs | None = None) -> int:
         """The number of samples of a batch whose outputs are not known, but perhaps those of another."""
-        dims = (t.shape[self.batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim)
+        dims = (
+            t.shape[self.batch_dim if t.ndim > max(2, self.batch_dim) else 0]
+            for t in tensors_in((batch.args, batch.kwargs))
+            if t.ndim
+        )
         return next(dims, 1 if like is None else len(like.logits))
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
