@@ -64,6 +64,18 @@ def test_time_is_that_of_the_run() -> None:
     assert found.seconds == pytest.approx(found.seconds_first + 39 * found.seconds_per_batch)
 
 
+def test_processes_share_the_batches_and_not_the_reading() -> None:
+    alone, four = nm.forecast(Slow(), SlowData()), nm.forecast(Slow(), SlowData(), processes=4)
+    assert (four.processes, four.batches) == (4, alone.batches)
+    assert four.seconds == pytest.approx(
+        four.seconds_first + 9 * (4 * four.seconds_waiting + four.seconds_working), rel=1e-6
+    )
+    assert "for each of 4 processes" in str(four)
+    assert "processes" not in str(alone)
+    with pytest.raises(ValueError, match="`processes` must be between 1 and 1000000"):
+        nm.forecast(Slow(), SlowData(), processes=0)
+
+
 def test_a_forecast_stops_when_batches_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LONG", 0.1)
     found = nm.forecast(Slow(), SlowData(), batches=10)

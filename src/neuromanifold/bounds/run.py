@@ -38,6 +38,7 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.counts import Counts
+from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.methods import PerSample
 from neuromanifold.run.step import Settings
@@ -100,6 +101,7 @@ def fisher_bounds(
     if max_bytes is not None:
         max_bytes = integer_in_range(max_bytes, "max_bytes", 1, 2**60, "memory for gradients")
     view = check_reduction(reduction)
+    refuse_a_part(data, "fisher_bounds")
     problem = Problem.of(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )

@@ -22,6 +22,8 @@ from neuromanifold.cli.commands.report import report_command
 from neuromanifold.cli.commands.reproduce import reproduce_command
 from neuromanifold.cli.commands.show import show_command
 from neuromanifold.cli.errors import FriendlyGroup
+from neuromanifold.cli.launched import world_size
+from neuromanifold.core.checks import message
 
 app = typer.Typer(
     name="neuromanifold",
@@ -51,8 +53,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 (typer's)
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """The Fisher information of neural networks, with known accuracy."""
+    if world_size() > 1 and context.invoked_subcommand != "estimate":
+        advice = "Run it without torchrun."
+        raise ValueError(message("command", "estimate with several processes", str(context.invoked_subcommand), advice))

@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from neuromanifold.cli.console import note
+from neuromanifold.cli.launched import this_rank, world_size
+from neuromanifold.run.processes import ProcessError
 
 TRACEBACK = "NEUROMANIFOLD_TRACEBACK"  # set to anything: errors are shown with their traceback
 _USER_ERRORS = (
@@ -34,7 +36,9 @@ class FriendlyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command: exit code 2 for a user error, 1 for one inside a model or the library, 130 for Ctrl-C."""
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: note(f"Note: {_one_line(message)}")
+            warnings.showwarning = lambda message, *_, **__: (
+                None if this_rank() else note(f"Note: {_one_line(message)}")
+            )
             try:
                 return super().invoke(ctx)
             except (typer.Exit, typer.Abort):
@@ -45,8 +49,9 @@ class FriendlyGroup(TyperGroup):
             except (*_USER_ERRORS, *_OTHER_ERRORS) as error:
                 if os.environ.get(TRACEBACK):
                     raise
-                users = isinstance(error, _USER_ERRORS)
-                note(f"Error: {_text(error)}" + ("" if users else f" ({_place(error)})"))
+                users, where = isinstance(error, _USER_ERRORS), f"Rank {this_rank()}: " if world_size() > 1 else ""
+                place = "" if users or isinstance(error, ProcessError) else f" ({_place(error)})"
+                note(f"{where}Error: {_text(error)}{place}")
                 raise typer.Exit(2 if users else 1) from None
 
 

@@ -60,28 +60,35 @@ class Forecast:
     memory: int  # bytes of tensors on the device, at the most; on a CPU the allocator may hold three times as many
     file: int  # bytes of the result's file; a checkpoint has about as many
     measured: int  # batches that were run for this
+    processes: int = 1  # that share the batches, each with a device of its own
 
     @property
     def seconds_per_batch(self) -> float:
-        """Seconds for one batch: those spent waiting for the data, and those spent computing."""
-        return self.seconds_waiting + self.seconds_working
+        """Seconds for one batch of a process: those spent waiting for the data, and those spent computing.
+
+        Each process goes through all of the data, so it waits for the batches of the others as well.
+        """
+        return self.processes * self.seconds_waiting + self.seconds_working
 
     @property
     def seconds(self) -> float | None:
         """Of the whole run, where the number of batches is known."""
         if self.batches is None:
             return None
-        return self.seconds_first + max(0, self.batches - 1) * self.seconds_per_batch
+        own = -(-self.batches // self.processes)  # of the process that has most
+        return self.seconds_first + max(0, own - 1) * self.seconds_per_batch
 
     def __str__(self) -> str:
         number = "as many as there are" if self.batches is None else f"{self.batches:,}"
+        waiting = self.processes * self.seconds_waiting
+        each = f" for each of {self.processes} processes" if self.processes > 1 else ""
         passes = f"{self.passes:.4g} backward " + ("pass" if self.passes == 1 else "passes")
         rows = {
             "batches": f"{number}, of {self.samples:.4g} samples, {passes} each",
             "first batch": duration(self.seconds_first),
-            "each further": f"{duration(self.seconds_per_batch)}, {duration(self.seconds_waiting)} waiting for data",
+            "each further": f"{duration(self.seconds_per_batch)}, {duration(waiting)} waiting for data",
             "all": "unknown: the data have no length" if self.seconds is None else duration(self.seconds),
-            "memory": byte_size(self.memory),
+            "memory": byte_size(self.memory) + each,
             "result file": byte_size(self.file),
         }
         title = f"Forecast for {self.model} on {self.device}, from {self.measured} of its batches"
@@ -103,13 +110,16 @@ def forecast(
     label_key: str = "labels",
     shift_labels: ShiftLabels = "auto",
     cuda_graphs: CudaGraphs = "auto",
+    processes: int = 1,
 ) -> Forecast:
     """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
 
     Prints as a table.  Arguments as in `fisher_diagonal`.  `batches`: how many to run, of which a generator is left
     without; the first is timed apart, and after 20 seconds no further one is run.  With `cuda_graphs`, give it enough
-    batches to get to replays.
+    batches to get to replays.  `processes`: how many would share the run, each with a device like this one and all the
+    data; this process alone is run, and the sum over processes at the end is left out.
     """
+    processes = integer_in_range(processes, "processes", 1, 10**6, "those that share the run")
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")
     problem = Problem.of(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
@@ -136,6 +146,7 @@ def forecast(
         memory=timer.peak(run),
         file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
         measured=p.batches,
+        processes=processes,
     )
 
 

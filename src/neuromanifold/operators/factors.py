@@ -35,6 +35,7 @@ from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
+from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import LoopOptions, run
 from neuromanifold.run.step import Settings
@@ -75,6 +76,7 @@ def fisher_factors(
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(granularity, "granularity", "batch", "sample")
+    refuse_a_part(data, "fisher_factors")
     problem = Problem.of(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )

@@ -29,6 +29,7 @@ from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
+from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import LoopOptions, run
 from neuromanifold.run.step import Settings
@@ -65,6 +66,7 @@ def fisher_matrix(
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
         raise ValueError(message("blocks", "None (all of F) or 'layer'", repr(blocks)))
+    refuse_a_part(data, "fisher_matrix")
     problem = Problem.of(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )

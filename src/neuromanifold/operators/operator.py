@@ -27,6 +27,7 @@ from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.unchanged import model_states
 from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
+from neuromanifold.run.dealing import refuse_a_part
 
 Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
 """From the core over rows [R, C], their labels ([R] classes, or [R, C] targets, or None) and v [R, C] to M v [R, C]."""
@@ -53,6 +54,7 @@ def fisher_operator(
     anew with each product, so train it between products and F is that of the new parameters.
     """
     middle, view = envelope_product(envelope), check_reduction(reduction)
+    refuse_a_part(data, "fisher_operator")
     problem = Problem.of(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )

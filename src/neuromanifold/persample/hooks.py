@@ -195,6 +195,7 @@ class Hooks:
         if len(swapped) != len(wanted):
             wanted = {name: owner.parameters[name] for name in swapped}
         x: Tensor = args[0] if args else options[owner.argument]
+        x = x if x.device == output.device else x.to(output.device)  # as the dispatch of a `device_map` does
         named = {name: value for name, value in options.items() if name != owner.argument} if options else options
         version = None if x.is_inference() else x._version
         before = self._calls.get(owner.number, 0)

@@ -55,6 +55,8 @@ def _add_tensor(found: Any, value: Tensor, most: int | None) -> None:
         dense = torch.nested.to_padded_tensor(dense, 0.0) if dense.is_nested else dense.int_repr()
     dense = dense if dense.layout == torch.strided else dense.to_dense()
     found.update(f"{list(dense.shape)} {dense.dtype}\n".encode())
+    if dense.device.type == "meta":  # whose values are elsewhere
+        return
     flat = dense.reshape(-1)
     if most is not None and flat.numel() > most:
         flat = flat[:: -(-flat.numel() // most) | 1]  # an odd step, since widths are even

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -99,6 +100,30 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first_name for name, first_name in held if name != first_name}
 
 
+def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters of which this process has only a part, or none: their gradients would be wrong, or missing."""
+    advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`."
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, _loaded_class("torch.distributed.tensor", "DTensor")):
+            got = f"{plain_name(name)!r} sharded over processes (fully_shard or tensor parallel)"
+            raise ValueError(message("model", "whole on each process", got, advice))
+    if any(
+        isinstance(one, _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")) for one in model.modules()
+    ):
+        got = "FullyShardedDataParallel, which shards parameters over processes"
+        raise ValueError(message("model", "whole on each process", got, advice))
+    for name, parameter in chosen.items():
+        if parameter.device.type == "meta":
+            got = f"{name!r} on the meta device (offloaded to CPU or disk by device_map, or not loaded)"
+            advice = "Leave it out with `parameters`, or choose a device_map without 'cpu' and 'disk'."
+            raise ValueError(message("parameters", "in memory", got, advice))
+
+
+def _loaded_class(module: str, name: str) -> Any:
+    """A class of a module that takes long to import; without it there is no instance, for which () stands."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:
     if selection is None:
         return True
@@ -113,12 +138,25 @@ def _matches(selection: Selection, name: str, parameter: nn.Parameter) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of torch.compile's and data-parallel wrappers."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or (
-        isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-        and isinstance(inner := model.module, nn.Module)
-    ):
+    while (inner := unwrapped_once(model)) is not model:
         model = inner
     return model
+
+
+def unwrapped_once(model: nn.Module) -> nn.Module:
+    """The model inside of the outermost of these wrappers; itself if there is none."""
+    parallel = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel, whose own forward prepares a reduction of gradients; or itself."""
+    inner, found = model, model
+    while (further := unwrapped_once(inner)) is not inner:
+        found = further if isinstance(inner, nn.parallel.DistributedDataParallel) else found
+        inner = further
+    return found
 
 
 def base_model(model: nn.Module) -> nn.Module:

@@ -31,10 +31,12 @@ from neuromanifold.problem.model import (
     as_module,
     base_model,
     call,
+    check_whole,
     forward_signature,
     only_argument,
     select_parameters,
     with_decoder_inputs,
+    without_ddp,
 )
 from neuromanifold.problem.outputs import Outputs, can_be_asked, read_outputs
 from neuromanifold.problem.progress import tracked
@@ -75,8 +77,10 @@ class Problem:
 
         `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.
         """
+        model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
+        check_whole(module, chosen)
         _check_embeddings(module)
         _check_data(data)
         if not callable(likelihood):
@@ -97,7 +101,8 @@ class Problem:
 
     @cached_property
     def _first(self) -> nn.Parameter:
-        return next(self.model.parameters())
+        parameters = list(self.model.parameters())
+        return next((parameter for parameter in parameters if parameter.device.type != "meta"), parameters[0])
 
     @cached_property
     def _signature(self) -> Signature | None:
@@ -193,10 +198,14 @@ class Problem:
         except RuntimeError:  # perhaps forward takes derivatives itself
             return self.evaluate(batch, estimator).detached()
 
-    def samples_of(self, batch: Batch, like: Outputs) -> int:
-        """The number of samples of a batch whose outputs are not known, but those of another."""
-        dims = (t.shape[self.batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim)
-        return next(dims, len(like.logits))
+    def samples_of(self, batch: Batch, like: Outputs | None = None) -> int:
+        """The number of samples of a batch whose outputs are not known, but perhaps those of another."""
+        dims = (
+            t.shape[self.batch_dim if t.ndim > max(2, self.batch_dim) else 0]
+            for t in tensors_in((batch.args, batch.kwargs))
+            if t.ndim
+        )
+        return next(dims, 1 if like is None else len(like.logits))
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
         """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""

@@ -46,6 +46,7 @@ class Provenance:
     stopped: str = ""  # why a run ended before its data did
     shift_labels: bool = False  # position t predicts token t + 1: labels and masks were shifted by one
     versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
+    processes: int = 1  # that have shared the run
     parts: int = 1  # how many runs have been added
     draws: list[list[int]] = field(default_factory=list)  # of each run: [seed, start, stop, step] of its batches
     data_fingerprints: list[str] = field(default_factory=list)  # of each run: that of batch 0 of all its data
@@ -76,6 +77,7 @@ class Provenance:
             passes=self.passes + other.passes,
             left_out=self.left_out + other.left_out,
             verified=self.verified + other.verified,
+            processes=max(self.processes, other.processes),
             granularity={**self.granularity, **_coarser(self.granularity, other.granularity)},
             seeds=sorted({*self.seeds, *other.seeds}),
             noise_factor=max(self.noise_factor, other.noise_factor),

@@ -1,16 +1,21 @@
-"""Keeping the state of a run in a file, so that the run can be taken up again with the same numbers, bit for bit.
+"""Keeping the state of a run in files, so that the run can be taken up again with the same numbers, bit for bit.
 
-    saved.resume()                  what the file says, if it is of the same run; else an error that names what differs
+    saved.resume(...)               what the files say, if they are of the same run; else an error names what differs
     for number, batch in data:
-        if saved.was_done(...)      the batches must be what they were
-        saved.begin_batch(batch)
+        saved.compare(...)          the batches must be what they were
+        if saved.was_done(number): continue
         ...
-        saved.end_batch()
+        saved.note_done(...)
         if saved.is_due: write()    aside and renamed: the old file is there until the new one is complete
     saved.write()                   at the end, and when Ctrl-C or the data end the run
 
-What there is to save between two batches: the sums, counts, and what has been found out about the model.  The noise of
-a batch depends on the seed and the batch's number alone (`batch_seed`).
+What there is to save between two batches: the sums, counts, what has been found out about the model, and which batches
+these are of.  The noise of a batch depends on the seed and the batch's number alone (`noise.py`).
+
+Each process of a run has a file of its own, PATH for rank 0 and PATH.rank1, ... for the others, which holds sums over
+a set of batches.  So any number of processes can take the run up: each takes the sums of some of the files, and the
+batches that are in no file are dealt as ever.  A file whose batches are all in another one is obsolete: its sums have
+been added to those of the other.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,16 +34,17 @@ from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
-from neuromanifold.persample.accumulate import StatefulSums
-from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
+from neuromanifold.persample.accumulate import SharedSums, StatefulSums
+from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.problem import Problem
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
+from neuromanifold.run.processes import Processes
 from neuromanifold.run.step import Settings
 
 _SECONDS, _SHARE = 30.0, 1 / 20  # between two writes; of the time that may be spent on writing
-_COUNTS = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
+_FORMAT = 2  # of the state in a file
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Checkpoint:
     """Where the state of a run is kept, and how often: after so many seconds, 0 for every batch.
 
     By default every 30 seconds, or as rarely as writing takes a twentieth of the time.  The file stays when the run has
-    ended: a rerun then only goes through the data and gives the same result.  Delete it when the result is saved.
+    ended: a rerun then only goes through the data and gives the same result.  Delete it when the result is saved, with
+    `remove()`, which knows the names of all processes' files.
     """
 
     path: str | Path
@@ -59,75 +66,126 @@ class Checkpoint:
         if self.every is not None and not (number and 0 <= self.every < math.inf):
             raise ValueError(message("every", "a number of seconds >= 0, or None", repr(self.every)))
 
+    def files(self) -> dict[int, Path]:
+        """The files that are there, by rank."""
+        path = Path(self.path).resolve()  # of a link, what it leads to
+        named = re.compile(re.escape(f"{path.name}.rank") + "([1-9][0-9]*)")
+        found = {0: path} if path.exists() else {}
+        for entry in path.parent.iterdir() if path.parent.is_dir() else ():
+            if rank := named.fullmatch(entry.name):
+                found[int(rank[1])] = entry
+        return dict(sorted(found.items()))
+
+    def file(self, rank: int) -> Path:
+        """The file of a process."""
+        path = Path(self.path).resolve()
+        return path.with_name(f"{path.name}.rank{rank}") if rank else path
+
+    def remove(self) -> None:
+        """Delete the files of all processes."""
+        for path in self.files().values():
+            path.unlink(missing_ok=True)
+
+
+class _Part(NamedTuple):
+    """What a file says about itself."""
+
+    done: int  # the set of its batches: bit n stands for batch n
+    last: int  # the last one of them
+    chain: str  # the fingerprint of all batches up to the last one
+    first: str  # that of the first batch of the data
+
 
 class CheckpointedRun:
-    """The state of one run, and its file."""
+    """The state of one process of a run, and its file."""
 
     def __init__(
         self, checkpoint: Checkpoint, identity: dict[str, Any], method: Method, sums: StatefulSums, counts: Counts
     ) -> None:
-        self.path, self._every = Path(checkpoint.path).resolve(), checkpoint.every  # of a link, what it leads to
+        self._checkpoint, self._every, self.path = checkpoint, checkpoint.every, checkpoint.file(0)
         self._identity, self._method, self._sums, self._counts = identity, method, sums, counts
-        self._first, self._last = "", ""  # fingerprints of the first batch, and of all batches, in the file
-        self._done = ""  # fingerprint of the batches done or passed over
-        self._begun: list[str] = []  # with each of those that have begun
-        self._resumed = self._written = 0  # counts.next at these times
+        self._own = _Part(0, -1, "", "")
+        self._written = 0  # the batches that the file has
+        self._all, self._expected = 0, dict[int, str]()  # the batches in all files; chains at some of them
+        self._first = ""
+        self._obsolete: list[Path] = []  # once a file is written that has their sums
         self._due = 0.0
 
-    def resume(self) -> None:
-        """Take up the run where the file says; without a file write the first, which shows whether that is possible.
+    def resume(self, processes: Processes, own_data: bool) -> None:
+        """Take up the run where the files say; without any write the first, which shows whether that is possible.
 
         A file of a run that has failed in its first batch holds nothing, and is no reason to refuse another run.
         """
+        self.path = self._checkpoint.file(processes.rank)
         remove_unfinished(self.path)
-        found = _read(self.path) if self.path.exists() else None
-        if found is None or not found[1]["counts"]["batches"]:
+        found = {}
+        for rank, path in self._checkpoint.files().items():
+            if rank % processes.world == processes.rank:
+                tensors, state = _read(path)
+                if state["counts"]["batches"]:
+                    _compare(self._identity, state["identity"], path)
+                    found[rank] = (path, tensors, state, _Part(int(state["done"], 16), *state["part"]))
+        mine = {rank: [hex(part.done), *part[1:]] for rank, (*_, part) in found.items()}
+        of_all = {int(rank): one for some in processes.gather("checkpoint", mine) for rank, one in some.items()}
+        parts = {rank: _Part(int(done, 16), *rest) for rank, (done, *rest) in sorted(of_all.items())}
+        if own_data:
+            parts = {rank: part for rank, part in parts.items() if rank == processes.rank}
+        parts = _without_obsolete(parts, self._checkpoint)
+        for part in parts.values():
+            self._all |= part.done
+            self._expected[part.last], self._first = part.chain, part.first
+        states = [found[rank] for rank in parts if rank in found]
+        self._obsolete = [path for path, *_ in found.values() if path != self.path]
+        for k, (_, tensors, state, part) in enumerate(states):
+            if k:
+                assert isinstance(self._sums, SharedSums)
+                self._sums.merge(tensors, state["sums"])
+            else:
+                self._sums.set_state(tensors, state["sums"])
+            self._counts.merge(state["counts"])
+            self._own = max(self._own, part, key=lambda one: one.last)._replace(done=self._own.done | part.done)
+        if states:
+            self._method.set_state(_merged([state["method"] for _, _, state, _ in states]))
+            self._written = self._own.done if len(states) == 1 and states[0][0] == self.path else 0
+            self._plan_next(0.0)
+        else:
             self._save()
-            return
-        tensors, state = found
-        _compare(self._identity, state["identity"], self.path)
-        self._sums.set_state(tensors, state["sums"])
-        self._method.set_state(state["method"])
-        for name in _COUNTS:
-            setattr(self._counts, name, state["counts"][name])
-        self._counts.running_samples, self._counts.running_positions = self._counts.samples, self._counts.positions
-        self._first, self._last = state["first"], state["last"]
-        self._resumed = self._written = self._counts.next
-        self._plan_next(0.0)
 
-    def was_done(self, number: int, item: object) -> bool:
-        """Whether this batch was done before; the batches must be what they were, which the first may show already."""
-        if number >= self._resumed:
-            return False
-        is_first, is_last = not self._done, number == self._resumed - 1
-        self._done = self._with(item)
-        got = f"another batch {number}" if is_first and self._done != self._first else ""
-        got = f"others up to batch {number}" if is_last and self._done != self._last and not got else got
+    @property
+    def begins_at(self) -> int:
+        """The number of the first batch that is in no file."""
+        return (~self._all & (self._all + 1)).bit_length() - 1
+
+    def was_done(self, number: int) -> bool:
+        """Whether the sums of this batch are in one of the files."""
+        return bool(self._all >> number & 1)
+
+    def compare(self, number: int, chain: str, is_first: bool) -> None:
+        """Refuse batches that are not what they were; the first may show it already."""
+        got = f"another batch {number}" if is_first and self._first and chain != self._first else ""
+        got = f"others up to batch {number}" if self._expected.get(number, chain) != chain and not got else got
         if got:
             advice = "Do not shuffle, or shuffle with a fixed seed; a generator must be a fresh one."
-            expected = f"the batches that the run was begun with ({self.path} has {self._counts.batches} of them)"
-            raise ValueError(message("data", expected, got, f"{advice} {_afresh(self.path)}"))
-        return True
+            batches = self._all.bit_count()
+            expected = f"the batches that the run was begun with ({self.path} has {batches} of them)"
+            raise ValueError(message("data", expected, got, f"{advice} {_afresh(self._checkpoint)}"))
+        if is_first:
+            self._first = chain
 
     def check_length(self, batches: int) -> None:
         """The data must not end before the place where the run was taken up."""
-        if batches < self._resumed:
-            expected = f"the data that the run was begun with, at least {self._resumed} batches"
-            raise ValueError(message("data", expected, f"{batches} batches", _afresh(self.path)))
+        last = max(self._expected, default=-1)
+        if batches <= last:
+            expected = f"the data that the run was begun with, at least {last + 1} batches"
+            raise ValueError(message("data", expected, f"{batches} batches", _afresh(self._checkpoint)))
 
-    def begin_batch(self, item: object) -> None:
-        """Look at it before the model does, which may work in place; batches of a window begin and end together."""
-        self._begun.append(self._with(item))
-
-    def end_batch(self) -> None:
-        """All batches that have begun have come to their end."""
-        self._first, self._done = self._first or self._begun[0], self._begun[-1]
-        self._begun = []
-
-    def _with(self, item: object) -> str:
-        """The fingerprint of all batches so far, and of one more."""
-        before = self._begun[-1] if self._begun else self._done
-        return fingerprint(("before", before), ("batch", item), most=OF_A_BATCH)
+    def note_done(self, numbers: list[int], chain: str) -> None:
+        """Take note of batches that have been added to the sums, and of the chain after the last one."""
+        done = self._own.done
+        for number in numbers:
+            done |= 1 << number
+        last = max(self._own.last, numbers[-1])
+        self._own = _Part(done, last, chain if last == numbers[-1] else self._own.chain, self._first)
 
     @property
     def is_due(self) -> bool:
@@ -136,7 +194,7 @@ class CheckpointedRun:
 
     def write(self) -> None:
         """Between batches.  A run need not die because the disk is full: the file before is still there."""
-        if self._counts.next == self._written:
+        if self._own.done == self._written:
             return
         try:
             self._save()
@@ -149,26 +207,34 @@ class CheckpointedRun:
         start = time.monotonic()
         found, values = self._sums.state()
         tensors = {name: value.cpu() for name, value in found.items()}
-        counts = {name: getattr(self._counts, name) for name in _COUNTS}
-        known = {"sums": values, "method": self._method.state()}
-        state = {"identity": self._identity, "counts": counts, **known, "first": self._first, "last": self._done}
-        text = json.dumps(state)
+        known = {"counts": self._counts.state(), "sums": values, "method": self._method.state()}
+        done, *part = self._own
+        text = json.dumps({"identity": self._identity, **known, "done": hex(done), "part": part})
         head = {"state": text, "fingerprint": fingerprint(("state", text), *sorted(tensors.items()))}
         save_tensors(self.path, tensors, "checkpoint", head)
-        self._written = self._counts.next
+        self._written = done
+        for path in self._obsolete if done else ():
+            path.unlink(missing_ok=True)
+        self._obsolete = []
         self._plan_next(time.monotonic() - start)
 
     def _plan_next(self, seconds: float) -> None:
         self._due = time.monotonic() + (max(_SECONDS, seconds / _SHARE) if self._every is None else self._every)
 
 
-def identity_of(problem: Problem, settings: Settings, sums: object, shard: tuple[int, int]) -> dict[str, Any]:
-    """Return all that must be the same for a run to be resumed, by the name that an error gives it."""
+def identity_of(
+    problem: Problem, settings: Settings, sums: object, shard: tuple[int, int], most: int | None = None
+) -> dict[str, Any]:
+    """Return all that must be the same for a run to be resumed or shared, by the name that an error gives it.
+
+    Of weights with more than `most` numbers only so many are looked at.
+    """
     model, parameters, likelihood = problem.model, problem.parameters, problem.likelihood
     device = next(iter(parameters.values())).device.type
     modules = [(name, (type(module).__qualname__, module.extra_repr())) for name, module in model.named_modules()]
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "none"
     return {
+        "format of the file": _FORMAT,
         "result": type(sums).__name__,
         "neuromanifold": __version__,
         "torch": str(torch.__version__),
@@ -186,7 +252,7 @@ def identity_of(problem: Problem, settings: Settings, sums: object, shard: tuple
         "shift_labels": problem.predicts_next,
         "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in parameters.items()],
         "modules of the model": fingerprint(("", [(name, _without_addresses(str(kind))) for name, kind in modules])),
-        "weights of the model": fingerprint(*model.named_parameters(), *model.named_buffers()),
+        "weights of the model": fingerprint(*model.named_parameters(), *model.named_buffers(), most=most),
     }
 
 
@@ -216,8 +282,34 @@ def _is_long(value: object) -> bool:
     return len(str(value)) > 60 or (isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None)
 
 
-def _afresh(path: Path) -> str:
-    return f"Delete {path} to begin afresh, or give another path."
+def _afresh(path: Path | Checkpoint) -> str:
+    named = path if isinstance(path, Path) else " and ".join(map(str, path.files().values())) or path.path
+    return f"Delete {named} to begin afresh, or give another path."
+
+
+def _without_obsolete(parts: dict[int, _Part], checkpoint: Checkpoint) -> dict[int, _Part]:
+    """The files whose batches are not all in another one; no batch may be in two of them."""
+    live: dict[int, _Part] = {}
+    for rank, part in sorted(parts.items(), key=lambda one: -one[1].done.bit_count()):
+        if any(part.done & ~other.done == 0 for other in live.values()):
+            continue
+        if any(part.done & other.done for other in live.values()):
+            path = checkpoint.file(rank)
+            raise FileError(f"{path} has some batches that other files of the run have, too. {_afresh(checkpoint)}")
+        live[rank] = part
+    return dict(sorted(live.items()))
+
+
+def _merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several processes have found out about the model (`Method.state`)."""
+    first = dict(states[0])
+    first["passes"] = sum(state["passes"] for state in states)
+    if engines := [state["engine"] for state in states if "engine" in state]:
+        union = {name: sorted({i for one in engines for i in one[name]}) for name in ("excluded", "remaining")}
+        verified, late = sum(one["verified"] for one in engines), any(one["late"] for one in engines)
+        batches = max(one["batches"] for one in engines)
+        first["engine"] = {**union, "batches": batches, "verified": verified, "late": late}
+    return first
 
 
 def _without_addresses(text: str) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.progress import RunProgress
+
+_KEPT = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
+_METHODS = ("sample", "sample, one by one", "batch")  # from fine to coarse
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Counts:
     next: int = 0  # the number, in the data, of the batch after the last one
     running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
     running_positions: int | Tensor = 0
+    processes: int = 1  # that have shared the run
     left_out: int = 0  # samples without a pass, for which others have larger weights
     noise_shares: tuple[float | Tensor, float | Tensor] | None = None  # `Estimator.noise_shares`, over some batches
 
@@ -59,7 +65,26 @@ class Counts:
         if self.noise_shares is not None:
             self.noise_shares = float(self.noise_shares[0]), float(self.noise_shares[1])
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add what `state` returned for other batches."""
+        if state["batches"]:
+            self.dtype, self.unit = state["dtype"], state["unit"]
+        for name in ("samples", "positions", "batches", "left_out"):
+            setattr(self, name, getattr(self, name) + state[name])
+        self.next = max(self.next, state["next"])
+        self.add_noise_shares(state["noise_shares"])
+        self.running_samples, self.running_positions = self.samples, self.positions
+
     def progress(self, relative_error: float | None) -> RunProgress:
         """Return how far the run has come; waits for a GPU."""
         tokens = int(self.running_positions) if self.unit == "sequence" else 0
         return RunProgress(self.batches, int(self.running_samples), self.next, relative_error, tokens)
+
+
+def coarsest(methods: Iterable[list[str]]) -> list[str]:
+    """Return for each parameter the coarsest of the methods by which several runs have done it."""
+    return [max(each, key=_METHODS.index) for each in zip(*filter(None, methods), strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, TraceSums
 from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
@@ -22,6 +23,7 @@ from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
+from neuromanifold.run.dealing import Distributed
 from neuromanifold.run.interrupts import OnInterrupt
 from neuromanifold.run.loop import CudaGraphs, LoopOptions, run
 from neuromanifold.run.methods import Granularity
@@ -56,6 +58,7 @@ def fisher_diagonal(
     checkpoint: str | Path | Checkpoint | None = None,
     shard: tuple[int, int] | None = None,
     on_interrupt: OnInterrupt = "raise",
+    distributed: Distributed = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
@@ -93,6 +96,10 @@ def fisher_diagonal(
             seed, add up to that of one run.
         on_interrupt: what Ctrl-C does once the batch is done and the checkpoint is written: "raise" KeyboardInterrupt,
             or "return" the result so far, whose `provenance.stopped` says so.
+        distributed: what happens where `torch.distributed` is initialised.  "auto": all processes, which must make the
+            same call, share the batches of the same data, and each of them returns the whole result; or each has data
+            of its own, if a DistributedSampler divides them.  "own data": each has data that no other has, however
+            they were divided.  False: this process runs alone.
 
     """
     estimator = _estimator(estimator, passes)
@@ -100,7 +107,7 @@ def fisher_diagonal(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
-    options = loop_options(progress, shard, checkpoint, on_interrupt, cuda_graphs)
+    options = loop_options(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
 
 
@@ -142,6 +149,7 @@ def fisher_trace(
     checkpoint: str | Path | Checkpoint | None = None,
     shard: tuple[int, int] | None = None,
     on_interrupt: OnInterrupt = "raise",
+    distributed: Distributed = "auto",
 ) -> TraceEstimate:
     """Return the trace of the Fisher information, Σ_x E_y‖∂ log p(y|x)/∂θ‖², with its standard error.
 
@@ -152,7 +160,7 @@ def fisher_trace(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
-    options = loop_options(progress, shard, checkpoint, on_interrupt)
+    options = loop_options(progress, shard, checkpoint, on_interrupt, distributed)
     sums = TraceSums(estimator.noise_factor)
     counts = _run(problem, settings, sums, options, rtol)
     provenance = make_provenance(problem, settings, counts, options.shard)
@@ -173,6 +181,7 @@ def loop_options(
     shard: tuple[int, int] | None,
     checkpoint: str | Path | Checkpoint | None,
     on_interrupt: OnInterrupt,
+    distributed: Distributed,
     cuda_graphs: CudaGraphs = False,
 ) -> LoopOptions:
     """Check the arguments that say how the loop is run, apart from what it computes."""
@@ -183,7 +192,8 @@ def loop_options(
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     one_of(on_interrupt, "on_interrupt", "raise", "return")
-    return LoopOptions(progress, _shard(shard), checkpoint, on_interrupt, cuda_graphs)
+    one_of(distributed, "distributed", "auto", "own data", False)
+    return LoopOptions(progress, _shard(shard), checkpoint, on_interrupt, cuda_graphs, distributed=distributed)
 
 
 def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:
@@ -199,19 +209,17 @@ def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:
 def _run(
     problem: Problem, settings: Settings, sums: DiagonalSums | TraceSums, options: LoopOptions, rtol: float | None
 ) -> Counts:
-    """Run the loop, and stop it once Σ stderr <= rtol Σ F; that is looked at less and less often, since it costs."""
+    """Run the loop, and stop it once Σ stderr <= rtol Σ F."""
     random = settings.estimator.noise_factor > 0
     if rtol is not None:
         _check_rtol(rtol, settings.estimator)
 
-    def relative_error(counts: Counts) -> float | None:
+    def relative_error(counts: Counts, sums: Any = sums) -> float | None:
         error = sums.relative_error() if random else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
-    def enough(counts: Counts) -> str:
-        if counts.batches % max(1, counts.batches // 8):
-            return ""
-        error = relative_error(counts)
+    def enough(counts: Counts, sums: GradientSums) -> str:
+        error = relative_error(counts, sums)
         if rtol is None or error is None or error > rtol:
             return ""
         return f"stopped after {counts.batches} batches: relative standard error {error:.3g} <= rtol {rtol:g}"
@@ -257,6 +265,7 @@ def make_provenance(
         batches=counts.batches,
         passes=counts.passes,
         left_out=counts.left_out,
+        processes=counts.processes,
         verified=counts.verified,
         model=f"{type(model).__name__} with {size:,} parameters",
         data=type(getattr(problem.data, "dataset", problem.data)).__name__,

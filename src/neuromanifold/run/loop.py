@@ -6,33 +6,38 @@ for batch in problem.batches():                             those of the shard, 
     for u in estimator.cotangents(core, labels, generator):
         sums.add(gradients of u)                            one backward pass, squared per sample or per batch
 
-With adaptive passes, a window of batches takes the place of a batch (windows.py).
+With adaptive passes, a window of batches takes the place of a batch (windows.py).  Several processes deal the windows
+among themselves (dealing.py), and add up their sums at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
-from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, StatefulSums
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, SharedSums, StatefulSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Observer, Reporter
+from neuromanifold.problem.progress import Observer, Reporter, RunProgress
 from neuromanifold.run.checkpoint import Checkpoint, CheckpointedRun, identity_of
-from neuromanifold.run.counts import Counts
+from neuromanifold.run.counts import Counts, coarsest
+from neuromanifold.run.dealing import Chain, Dealing, Distributed, agree
 from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.interrupts import Interrupts, OnInterrupt
+from neuromanifold.run.processes import Processes, together
 from neuromanifold.run.step import Settings, Step
 from neuromanifold.run.windows import AdaptiveSteps
 
+_COMPARED = 1024  # numbers of each parameter that processes compare
 CudaGraphs = bool | Literal["auto"]
+Enough = Callable[[Counts, GradientSums], str]
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class LoopOptions:
     on_interrupt: OnInterrupt = "raise"
     cuda_graphs: CudaGraphs = False
     description: str = "Fisher information"
+    distributed: Distributed = False
 
 
 def run(
@@ -53,32 +59,53 @@ def run(
     sums: GradientSums,
     options: LoopOptions | None = None,
     *,
-    enough: Callable[[Counts], str] | None = None,
+    enough: Enough | None = None,
     relative_error: Callable[[Counts], float | None] = lambda _: None,
 ) -> Counts:
-    """Go through the data once; `enough` may end it early by giving a reason."""
+    """Go through the data once; `enough` may end it early by giving a reason.
+
+    With several processes, counts and sums are those of all of them at the end.
+    """
     options = options or LoopOptions()
-    counts, (shard, shards), number, left = Counts(), options.shard, -1, 0
+    with together(options.distributed is not False) as processes:
+        return _run(problem, settings, sums, options, processes, enough, relative_error)
+
+
+def _run(
+    problem: Problem,
+    settings: Settings,
+    sums: GradientSums,
+    options: LoopOptions,
+    processes: Processes,
+    enough: Enough | None,
+    relative_error: Callable[[Counts], float | None],
+) -> Counts:
+    counts, last, left = Counts(), -1, 0
     step, inspected = Step(problem, settings, sums), False
     captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
     one_by_one = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
+    dealing = Dealing(options.shard, settings.window, processes.rank, processes.world)
 
     def one(batch: Batch) -> Outputs:
+        if isinstance(sums, DiagonalSums):
+            sums.begin_batch(dealing.index(batch.number), problem.samples_of(batch))
         outputs = one_by_one(batch).detached()  # without its activations
         sums.synchronize()
         return outputs
 
     process = AdaptiveSteps(step, counts) if isinstance(settings.estimator, Adaptive) else partial(map, one)
-    saved = _resumed(step, counts, options)
-    interrupts = Interrupts(saved is not None or options.on_interrupt == "return")
-    reporter = Reporter(options.progress) if callable(options.progress) else None
-    bar = options.progress is True
+    interrupts = Interrupts(options.checkpoint is not None or options.on_interrupt == "return")
+    shows = processes.rank == 0
+    reporter = Reporter(options.progress) if shows and callable(options.progress) else None
 
     def synchronize() -> None:
         """Wait for what is still open, so that counts and sums are right."""
         one_by_one.synchronize()
         step.validation.flush()
         counts.synchronize()
+
+    def progress() -> RunProgress:
+        return counts.progress(None if processes.several else relative_error(counts))
 
     def examine(batch: Batch, outputs: Outputs) -> None:
         """Count a batch, and warn of what looks wrong: in the first one, and when parameters turn out to be slow."""
@@ -87,51 +114,73 @@ def run(
         if (some and not inspected) or step.method.left_to_autograd > left:
             inspected = problem.inspect(batch, outputs)
         left = step.method.left_to_autograd
-        if some:
+        index = dealing.index(batch.number)
+        if index & (index - 1) == 0:
             core = problem.distributions(outputs, labels=False).core
             counts.add_noise_shares(settings.estimator.noise_shares(core))
             if isinstance(sums, DiagonalSums):
                 sums.note_traces(outputs.per_sample(core.trace()))
         counts.add(outputs)
 
+    def windows_to_do() -> Iterator[tuple[int, list[tuple[int, object]]]]:
+        """Go through the data: this process's windows, without the batches that were done before."""
+        nonlocal last
+        for place, items in windows:
+            if not place:
+                counts.first = fingerprint(("batch", items[0]), most=OF_A_BATCH)
+            numbered = list(enumerate(items, dealing.number(place) * settings.window))
+            last = numbered[-1][0]
+            if not dealing.in_shard(place):
+                continue
+            for number, item in numbered if before else ():
+                assert before is not None
+                begins, after = not before.value, before.extend(number, item)
+                if saved:
+                    saved.compare(number, after, begins)
+            if dealing.is_mine(place):
+                yield place, [(n, item) for n, item in numbered if not (saved and saved.was_done(n))]
+
     with problem.session(), step.method.attached(), interrupts.watched():
+        items = problem.items(progress=options.progress is True and shows, description=options.description)
+        windows: Iterator[tuple[int, list[object]]] = enumerate(_windows(items, settings.window))
+        if processes.several:
+            windows, own_data = _agreed(processes, problem, settings, sums, options, windows)
+            dealing = replace(dealing, own_data=own_data)
+        saved = _resumed(step, counts, options, processes, dealing)
+        compares = processes.several and not dealing.own_data
+        before = Chain(2 * settings.window * processes.world) if saved or compares else None
+        looks = _Looks(enough, processes, dealing, saved.begins_at if saved else 0)
         try:
-            if enough and counts.batches:
-                counts.stopped = enough(counts)
-            for window in windows(problem.items(progress=bar, description=options.description), settings.window):
-                number = window[-1][0]
-                if not window[0][0]:
-                    counts.first = fingerprint(("batch", window[0][1]), most=OF_A_BATCH)
-                if window[0][0] // settings.window % shards != shard:
-                    continue
-                window = [(n, item) for n, item in window if not (saved and saved.was_done(n, item))]
-                if not window:
-                    continue
-                if counts.stopped:
+            if counts.batches and not processes.several:
+                counts.stopped = looks.at_once(counts, sums)
+            for place, fresh in windows_to_do():
+                if fresh and counts.stopped:
                     break
                 with interrupts.held_back():
-                    batches = []
-                    for n, item in window:
-                        if saved:
-                            saved.begin_batch(item)
-                        batches.append(problem.read(item, n))
-                    for batch, outputs in zip(batches, process(batches), strict=True):
+                    batches = [problem.read(item, number) for number, item in fresh]
+                    for batch, outputs in zip(batches, process(batches) if batches else (), strict=True):
                         examine(batch, outputs)
-                    counts.next, counts.methods = number + 1, step.method.methods()
-                    if reporter:
-                        reporter.batch_done(lambda: counts.progress(relative_error(counts)))
-                    counts.stopped = enough(counts) if enough else ""
-                    if saved:
-                        saved.end_batch()
+                    if fresh:
+                        counts.next, counts.methods = max(counts.next, last + 1), step.method.methods()
+                        if reporter:
+                            reporter.batch_done(progress)
+                        counts.stopped = looks.at_once(counts, sums) if not processes.several else ""
+                    if fresh and saved and before:
+                        saved.note_done([number for number, _ in fresh], before.value)
                         if saved.is_due:
                             synchronize()
                             saved.write()
-                if counts.stopped:
+                processes.check()
+                if processes.several:
+                    counts.stopped = looks.after(place, counts, sums, synchronize) or processes.stopped
+                if fresh and counts.stopped:
                     break
+            if processes.several and not counts.stopped:
+                counts.stopped = looks.until_all_end(counts, sums, synchronize)
             with interrupts.held_back():
                 synchronize()
                 if saved:
-                    saved.check_length(number + 1)
+                    saved.check_length(last + 1)
                     saved.write()
         except BaseException as error:
             if interrupts.spoiled or (saved is None and options.on_interrupt == "raise"):
@@ -139,29 +188,129 @@ def run(
             synchronize()
             if saved:
                 saved.write()
-            if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and counts.batches):
+            some = counts.batches or processes.several
+            if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
                 raise
             counts.stopped = f"interrupted after {counts.batches} batches"
-    counts.passes, counts.verified, counts.methods = step.method.passes, step.method.verified, step.method.methods()
+            processes.stop(counts.stopped)
+        counts.passes, counts.verified, counts.methods = step.method.passes, step.method.verified, step.method.methods()
+        if processes.several:
+            if compares and before:
+                before.compare(processes, not counts.stopped)
+            counts = _of_all(processes, counts, dealing)
+            assert isinstance(sums, SharedSums)
+            sums.reduce(processes)
+            processes.meet(problem.device)
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
+        shard, shards = options.shard
         got = f"{counts.batches} batches" + (f" in shard {shard} of {shards}" if shards > 1 else "")
         raise ValueError(message("data", "an iterable with at least one sample", got, advice))
     return counts
 
 
-def windows(items: Iterator[tuple[int, object]], size: int) -> Iterator[list[tuple[int, object]]]:
-    """Lists of so many numbered items, the last one perhaps shorter."""
-    while window := list(islice(items, size)):
+class _Looks:
+    """Asks whether it is enough: less and less often, and with several processes at the end of the same rounds."""
+
+    def __init__(self, enough: Enough | None, processes: Processes, dealing: Dealing, begins_at: int) -> None:
+        self._enough, self._processes, self._dealing = enough, processes, dealing
+        self._first = 0 if dealing.own_data else dealing.turn(begins_at // dealing.window)[0]
+        self._next = 0  # the round that comes next here
+
+    def at_once(self, counts: Counts, sums: GradientSums) -> str:
+        """Return why it is enough, or nothing; for a process that is alone."""
+        return self._enough(counts, sums) if self._enough and _is_due(counts.batches) else ""
+
+    def after(self, place: int, counts: Counts, sums: GradientSums, synchronize: Callable[[], None]) -> str:
+        """Return why it is enough after a window of this process, in which all processes agree."""
+        self._next = self._dealing.turn(place)[0] + 1
+        return self._together(self._next, counts, sums, synchronize, ended=False)[0]
+
+    def until_all_end(self, counts: Counts, sums: GradientSums, synchronize: Callable[[], None]) -> str:
+        """Take part in what the others ask about, after the last window of this process."""
+        while self._enough:
+            self._next += 1
+            reason, ended = self._together(self._next, counts, sums, synchronize, ended=True)
+            if reason or ended:
+                return reason
+        return ""
+
+    def _together(
+        self, rounds: int, counts: Counts, sums: GradientSums, synchronize: Callable[[], None], ended: bool
+    ) -> tuple[str, bool]:
+        """Return the reason to stop, and whether all processes are at the end of their data."""
+        if self._enough is None or rounds <= self._first or not _is_due(rounds):
+            return "", False
+        synchronize()
+        state = {**counts.state(), "methods": counts.methods}
+        found = self._processes.gather_unless_stopped(f"round {rounds}", [state, ended])
+        if found is None:
+            return self._processes.stopped, False
+        assert isinstance(sums, SharedSums)
+        total, whole = Counts(), sums.copy()
+        for one, _ in found:
+            total.merge(one)
+        total.methods = coarsest(one["methods"] for one, _ in found)
+        whole.reduce(self._processes)
+        reason = self._enough(total, whole) if total.batches else ""
+        return self._processes.gather("reason", reason)[0], all(one[1] for one in found)
+
+
+def _is_due(number: int) -> bool:
+    """Whether accuracy is looked at after so many batches or rounds, since it costs: 1, ..., 16, 18, 20, ..."""
+    return number % max(1, number // 8) == 0
+
+
+def _windows(items: Iterator[tuple[int, object]], size: int) -> Iterator[list[object]]:
+    """Yield lists of so many items, the last one perhaps shorter."""
+    while window := [item for _, item in islice(items, size)]:
         yield window
 
 
-def _resumed(step: Step, counts: Counts, options: LoopOptions) -> CheckpointedRun | None:
+def _agreed(
+    processes: Processes,
+    problem: Problem,
+    settings: Settings,
+    sums: GradientSums,
+    options: LoopOptions,
+    windows: Iterator[tuple[int, list[object]]],
+) -> tuple[Iterator[tuple[int, list[object]]], bool]:
+    """Return the windows, and whether each process has data of its own, which their first batches show."""
+    head = next(windows, None)
+    first = "" if head is None else fingerprint(("batch", head[1][0]), most=OF_A_BATCH)
+    identity = identity_of(problem, settings, sums, options.shard, most=_COMPARED)
+    identity |= {"checkpoint": options.checkpoint is not None, "on_interrupt": options.on_interrupt}
+    own_data = agree(processes, options.distributed, problem.data, first, identity, problem.device)
+    return chain([] if head is None else [head], windows), own_data
+
+
+def _of_all(processes: Processes, counts: Counts, dealing: Dealing) -> Counts:
+    """Return the counts of all processes together."""
+    own = {name: getattr(counts, name) for name in ("passes", "verified", "methods", "stopped", "first")}
+    of_all, total = processes.gather("counts", {**counts.state(), **own}), Counts()
+    for one in of_all:
+        total.merge(one)
+    total.passes, total.verified = (sum(one[name] for one in of_all) for name in ("passes", "verified"))
+    total.methods = coarsest(one["methods"] for one in of_all)
+    total.stopped = next(filter(None, (one["stopped"] for one in of_all)), "")
+    if total.stopped.startswith("interrupted"):
+        total.stopped = f"interrupted after {total.batches} batches"
+    firsts = [one["first"] for one in of_all]
+    total.first = fingerprint(("", firsts)) if dealing.own_data else next(filter(None, firsts), "")
+    total.processes = processes.world
+    total.synchronize()
+    return total
+
+
+def _resumed(
+    step: Step, counts: Counts, options: LoopOptions, processes: Processes, dealing: Dealing
+) -> CheckpointedRun | None:
     """The state of an earlier run of the same kind, if it is written to a file."""
     if options.checkpoint is None:
         return None
     assert isinstance(step.sums, StatefulSums)
     identity = identity_of(step.problem, step.settings, step.sums, options.shard)
+    identity["processes with data of their own"] = processes.world if dealing.own_data else None
     saved = CheckpointedRun(options.checkpoint, identity, step.method, step.sums, counts)
-    saved.resume()
+    saved.resume(processes, dealing.own_data)
     return saved

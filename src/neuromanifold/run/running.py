@@ -13,7 +13,7 @@ from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate.base import zero_sums
 from neuromanifold.persample.backward import BatchBackward, involves_half
 from neuromanifold.problem.cotangents import batch_seed, cotangents
-from neuromanifold.problem.model import Selection, select_parameters
+from neuromanifold.problem.model import Selection, check_whole, select_parameters
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import LateValidation, Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
@@ -122,6 +122,7 @@ class RunningFisher:
         self.estimator, self.likelihood = self._probes.estimator, likelihood
         self.decay = check_decay(decay, "decay")
         self._chosen = select_parameters(model, parameters)
+        check_whole(model, self._chosen)
         self._parameters = list(self._chosen.values())
         self._means = [zero_sums(parameter) for parameter in self._parameters]
         self._noise = [zero_sums(parameter) for parameter in self._parameters]

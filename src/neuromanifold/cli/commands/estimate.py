@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from neuromanifold.cli.console import print_result, progress_bar
+from neuromanifold.cli.launched import Launched, process_group
 from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress, Setup, option, run_option, with_setup
 from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granularity, parse_shard
 from neuromanifold.core.checks import message
@@ -81,47 +82,82 @@ def estimate_command(
         neuromanifold estimate -m ./model -d reviews.csv -o fim.safetensors --passes 1
 
         neuromanifold estimate -m my.module:model -d my.module:batches -o fim.safetensors -e Exact
+
+        torchrun --nproc-per-node 8 -m neuromanifold estimate -m ./model -d reviews.csv -o fim.safetensors
     """
-    check_output(output, checkpoint, setup.data)
-    if checkpoint is not None:
-        check_output(checkpoint, setup.data)
+    with process_group(setup.device) as own:
+        stopped = _estimate(
+            replace(setup, device=own.device), own, output, estimator, granularity, passes, rtol, strict,
+            noise_seed, None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every), shard, no_progress,
+        )  # fmt: skip
+    if stopped.startswith("interrupted"):
+        raise typer.Exit(_INTERRUPTED)
+    if strict and "not reached" in stopped:
+        raise typer.Exit(_NOT_REACHED)
+
+
+def _estimate(
+    setup: Setup,
+    own: Launched,
+    output: Path,
+    estimator: str,
+    granularity: str,
+    passes: float | None,
+    rtol: float | None,
+    strict: bool,
+    noise_seed: int | None,
+    checkpoint: Checkpoint | None,
+    shard: str | None,
+    no_progress: bool,
+) -> str:
+    """Run the estimate in this process, and write and print the result in the first; return why it ended early."""
+    if own.rank == 0:
+        check_output(output, None if checkpoint is None else checkpoint.path, setup.data)
+        if checkpoint is not None:
+            check_output(Path(checkpoint.path), setup.data)
     if strict and rtol is None:
         raise ValueError(message("strict", "given together with --rtol", "no --rtol"))
     if passes is not None and estimator != DEFAULT:
         raise ValueError(message("passes", "given without --estimator", f"--estimator {estimator!r} as well"))
     chosen = parse_estimator(estimator) if passes is None else Adaptive(passes)
     squared, part = parse_granularity(granularity), parse_shard(shard)
-    model = setup.load_model(fixed_size="--checkpoint or --shard" if checkpoint is not None or part is not None else "")
+    fixed = "--checkpoint or --shard" if checkpoint is not None or part is not None else ""
+    model = setup.load_model(fixed_size="several processes" if own.several else fixed)
     run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
     entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
-    check_destination(output, 8 * entries)
+    if own.rank == 0:
+        check_destination(output, 8 * entries)
     data = setup.load_data(model, chosen.needs_labels, **run)
-    resumed, start = checkpoint is not None and checkpoint.exists(), time.monotonic()
-    with progress_bar(data, not no_progress) as progress:
+    resumed, start = checkpoint is not None and bool(checkpoint.files()), time.monotonic()
+    with progress_bar(data, own.rank == 0 and not no_progress) as progress:
         result = fisher_diagonal(
             model.module,
             data,
             seed=setup.seed if noise_seed is None else noise_seed,
             rtol=rtol,
             progress=progress,
-            checkpoint=None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every),
+            checkpoint=checkpoint,
             shard=part,
             on_interrupt="return",
             **run,
         )
     p, seconds = result.provenance, time.monotonic() - start
-    result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
-    result.save(output)
+    interrupted = p.stopped.startswith("interrupted")
+    if own.rank == 0:
+        result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
+        result.save(output)
+    own.meet()  # checkpoints may go
+    if checkpoint is not None and not interrupted:
+        checkpoint.file(own.rank).unlink(missing_ok=True)
+        if own.rank == 0:
+            checkpoint.remove()
+    if own.rank:
+        return p.stopped
     done, unit = (result.positions, p.position) if p.unit == "sequence" else (result.count, p.unit)
     also: dict[str, object] = {} if resumed else {"time": f"{seconds:.3g} s, {done / seconds:,.3g} {unit}s/s"}
+    also |= {"processes": own.world} if own.several else {}
     also["written"] = output
-    interrupted = p.stopped.startswith("interrupted")
     if checkpoint is not None and interrupted:
-        also["to resume"] = f"run the same command again ({checkpoint})"
-    elif checkpoint is not None:
-        checkpoint.unlink(missing_ok=True)
+        also["to resume"] = f"run the same command again ({checkpoint.path})"
     print_result(result, only=_PRINTED, also=also)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-    if strict and "not reached" in p.stopped:
-        raise typer.Exit(_NOT_REACHED)
+    return p.stopped

@@ -17,6 +17,9 @@ def forecast_command(
     estimator: EstimatorName = "Hutchinson()",
     granularity: GranularityName = "auto",
     tries: Annotated[int, run_option("Number of batches to run.", min=1)] = 3,
+    processes: Annotated[
+        int, run_option("Processes (of torchrun) that would share the run, each with a device of its own.", min=1)
+    ] = 1,
 ) -> None:
     """Predict what `estimate` with the same options takes: time, memory, size of the file.
 
@@ -28,4 +31,4 @@ def forecast_command(
     model = setup.load_model()
     run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
     data = setup.load_data(model, chosen.needs_labels, **run)
-    typer.echo(str(forecast(model.module, data, batches=tries, **run)))
+    typer.echo(str(forecast(model.module, data, batches=tries, processes=processes, **run)))

@@ -93,7 +93,7 @@ def fisher_kronecker(
     settings, view = Settings.of(estimator, "auto", seed), check_reduction(reduction)
     if settings.granularity == "batch":
         raise ValueError(message("estimator", "one that squares per-sample gradients", repr(estimator)))
-    options = loop_options(progress, shard, checkpoint, "raise")
+    options = loop_options(progress, shard, checkpoint, "raise", distributed=False)
     limits = (
         integer_in_range(max_block, "max_block", 0, 2**20, "entries of a parameter with a dense block"),
         integer_in_range(max_side, "max_side", 1, 2**20, "features of a dense factor"),

@@ -10,7 +10,7 @@ KeptForms      the gradients themselves, as they come
 
 from __future__ import annotations
 
-from neuromanifold.persample.accumulate.base import GradientSums, Pass, StatefulSums
+from neuromanifold.persample.accumulate.base import GradientSums, Pass, SharedSums, StatefulSums
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums, Tally
 from neuromanifold.persample.accumulate.eigenvalues import Basis, EigenvalueSums
 from neuromanifold.persample.accumulate.factors import FactorShape, FactorSums, WeightSharing
@@ -27,6 +27,7 @@ __all__ = [
     "GradientSums",
     "KeptForms",
     "Pass",
+    "SharedSums",
     "StatefulSums",
     "Tally",
     "TraceSums",

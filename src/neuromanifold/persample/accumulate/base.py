@@ -38,6 +38,16 @@ class TakesForms(Protocol):
         """End a pass: all of its gradients have been added."""
 
 
+class Reducer(Protocol):
+    """Several processes with sums of their own, all of which call the same methods in the same order."""
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all processes, which JSON can hold, in the order of their ranks."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with its sum over all processes."""
+
+
 class GradientSums(TakesForms, Protocol):
     """An accumulator: takes the gradients of one pass after the other, and keeps sums of them."""
 
@@ -60,6 +70,20 @@ class StatefulSums(GradientSums, Protocol):
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned, in this process or in another."""
+
+
+@runtime_checkable
+class SharedSums(StatefulSums, Protocol):
+    """Sums that several processes can share, or take up from several checkpoints."""
+
+    def copy(self) -> SharedSums:
+        """Return the same sums, which go on by themselves."""
+
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add what `state` returned for other batches."""
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes: all of them then have the whole."""
 
 
 def read_back(numbers: Sequence[Tensor | None]) -> list[float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.persample.accumulate.base import Pass, read_back, zero_sums
+from neuromanifold.persample.accumulate.base import Pass, Reducer, read_back, zero_sums
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
 from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
 
@@ -66,11 +66,26 @@ class DiagonalSums:
         self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
         self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
         self._takes = True  # fourth powers of this batch, also where they cost much
+        self._elsewhere: set[int] = set()  # parameters whose first fourth powers another process or shard has
+        self._comes_later = False  # batches before this one are elsewhere
         self._changes = 0  # of units
         self._sparse = [False] * count  # parameters with many entries to which few samples contribute
         self._carried = [0.0, 0.0, 0.0]  # Σ t, Σ t² and number of samples, t = tr M
         self.may_synchronize = True
         """Whether values on a GPU may be read: not while a CUDA graph is captured."""
+
+    def begin_batch(self, index: int, samples: int) -> None:
+        """Decide whether the fourth powers of a batch are taken where they cost much.
+
+        An error bar need not be as exact as the estimate: fourth powers are taken of the first samples, and then of one
+        of every four batches, chosen at random so that it does not correlate with the order of the data.  That follows
+        from the batch's number and size, so that processes which share a run take those that one process would; only
+        where few samples carry F (`note_traces`) each of them takes all of its own from then on.
+        """
+        group, place = divmod(index, _ONE_IN)
+        first = index * samples < _ALL_OF
+        self._takes = not self._alike or self._is_uneven or first or place == _chosen(group)
+        self._comes_later = index > 0 and not self._batches
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -114,7 +129,10 @@ class DiagonalSums:
         self._of_batch = form.samples
         random = self._keeps and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
         self._seen[i] += form.samples if random else 0
-        takes = self._takes or not form.thins or not self._taken[i] or self._sparse[i]
+        if self._comes_later and not self._taken[i]:
+            self._elsewhere.add(i)
+        first = not (self._taken[i] or i in self._elsewhere)
+        takes = self._takes or not form.thins or first or self._sparse[i]
         if not (takes and random):
             form.add_squares(Accumulators(squares, scale=made_by.scale))
             return
@@ -138,11 +156,7 @@ class DiagonalSums:
         return "later" if device.type == "cuda" else "now"
 
     def synchronize(self) -> None:
-        """Raise units, and decide whether the next batch's fourth powers are taken where they cost much.
-
-        An error bar need not be as exact as the estimate.  Fourth powers are taken of the first samples, and then of
-        one of every four batches, chosen at random so that it does not correlate with the order of the data.
-        """
+        """Raise units, and count the batch."""
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
             for i, size in zip(there, read_back(list(there.values())), strict=True):
@@ -152,8 +166,7 @@ class DiagonalSums:
         if self._alike and self._samples < _ALL_OF <= self._samples + self._of_batch:
             self._find_sparse(self._samples + self._of_batch)
         self._samples += self._of_batch
-        group, place = divmod(self._batches, _ONE_IN)
-        self._takes = not self._alike or self._is_uneven or self._samples < _ALL_OF or place == _chosen(group)
+        self.begin_batch(self._batches, self._of_batch)
 
     def note_traces(self, traces: Tensor) -> None:
         """Take the traces of some samples' metrics, [n]: which share of the samples carries F, and its noise.
@@ -217,6 +230,46 @@ class DiagonalSums:
         for name in _NUMBERS:
             setattr(self, name, values[name])
 
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add the sums that `state` returned for other batches."""
+        other = DiagonalSums(self._parameters, self._keeps, self._alike)
+        other.set_state(tensors, values)
+        for i, unit in enumerate(other._units):
+            largest = max(unit, self._units[i])
+            for sums in (self, other):
+                sums._change_unit(i, largest)
+            if (squares := other._squares[i]) is not None:
+                self._square(i).add_(squares)
+            if (fourths := other._fourths[i]) is not None:
+                self._fourth_powers(i).add_(fourths)
+        self._small.merge(other._small)
+        self.set_tally(self.tally().plus(other.tally()))
+        self._batches += other._batches
+        self._samples += other._samples
+        self._carried = [a + b for a, b in zip(self._carried, other._carried, strict=True)]
+        self._sparse = [a or b for a, b in zip(self._sparse, other._sparse, strict=True)]
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes, one parameter after the other, in place; small ones together."""
+        kept = {"squares": self._squares, "fourths": self._fourths}
+        has = {kind: [i for i, value in enumerate(values) if value is not None] for kind, values in kept.items()}
+        numbers = {"seen": self._seen, "taken": self._taken, "units": self._units, "batches": self._batches}
+        of_all = processes.gather("sums", {**has, **numbers})
+        for i, units in enumerate(zip(*(one["units"] for one in of_all), strict=True)):
+            self._change_unit(i, max(units))
+        for kind, sums in (("squares", self._square), ("fourths", self._fourth_powers)):
+            for i in sorted({i for one in of_all for i in one[kind]}):
+                processes.add(sums(i))
+        self._small.reduce(processes, self._parameters)
+        self._seen, self._taken = (list(map(sum, zip(*(o[k] for o in of_all), strict=True))) for k in ("seen", "taken"))
+        self._batches = sum(one["batches"] for one in of_all)
+
+    def copy(self) -> DiagonalSums:
+        """Return the same sums, which go on by themselves."""
+        copied = DiagonalSums(self._parameters, self._keeps, self._alike)
+        copied.set_state(*self.state())
+        return copied
+
     def discard_batch(self) -> None:
         """Drop the gradients of a batch that was interrupted."""
         self._small.forget()
@@ -236,6 +289,13 @@ class DiagonalSums:
                 kept.mul_(((old or 1.0) / unit) ** 4)
             self._units[i] = unit
             self._changes += 1
+
+    def _change_unit(self, i: int, unit: float) -> None:
+        """Express fourth powers in another unit."""
+        kept, old = self._fourths[i], self._units[i]
+        if kept is not None and unit != old:
+            kept.mul_(((old or 1.0) / (unit or 1.0)) ** 4)
+        self._units[i] = unit
 
     def _fourth_powers(self, i: int) -> Tensor:
         kept = self._fourths[i]
@@ -282,26 +342,29 @@ class DiagonalSums:
         """Return √(Σ c g⁴), the standard error of each Σ g²; where nothing was random, a single zero, expanded.
 
         An entry may have no fourth power at all, because only batches contribute to it whose fourth powers were not
-        taken.  Then it gets the standard error √(2/3) Σ g² that it would have if Σ g² were a single square.
+        taken.  Then it gets the standard error √(2/3) Σ g² that it would have if Σ g² were a single square.  So do all
+        entries of a parameter of which no fourth power was taken.
 
         `last`: these sums are not used any more, so their memory may be overwritten.
         """
         small, found = self._small.fourths(), []
         for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
             zeros = zero_sums(parameter.new_empty(()))
+            square = self._squares[i]
+            missed = None if fourth is not None or not self._seen[i] or square is None else square * math.sqrt(2 / 3)
             unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
             if i in small:
                 total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
-                found.append(total.sqrt().to(zeros.dtype))
+                root = total.sqrt().to(zeros.dtype)
+                found.append(root if missed is None else root.hypot(missed))
             elif fourth is not None:
                 root = fourth.sqrt_() if last else fourth.sqrt()
                 root.mul_(math.sqrt(stands_for) * unit**2)
-                square = self._squares[i]
                 if stands_for > 1 and square is not None and bool(root.any()):
                     root.add_((root == 0) * square, alpha=math.sqrt(2 / 3))
                 found.append(root)
             else:
-                found.append(zeros.expand(parameter.shape))
+                found.append(zeros.expand(parameter.shape) if missed is None else missed)
         return found
 
 

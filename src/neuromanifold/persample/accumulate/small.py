@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.persample.accumulate.base import Reducer, zero_sums
+
 # A parameter with more numbers for all samples together is not small; so many lines are kept before they are merged.
 LIMIT, _LINES = 2**20, 8
 _PART = 2**18  # numbers that are raised to the fourth power at a time
@@ -83,12 +85,7 @@ class SmallSums:
     def _line(self, columns: Columns, like: Tensor, fourths: bool) -> _Line:
         """Return the sums of these parameters, zeros if they are new; too many lines are merged by parameter."""
         if columns not in self._lines and sum(len(known) > 1 for known in self._lines) >= _LINES:
-            self.moves += 1  # each batch uses other parameters
-            squares, sums = self.squares(), self.fourths()
-            self._lines = {
-                ((i, value.shape),): _Line(value.flatten(), sums[i].flatten() if i in sums else None)
-                for i, value in squares.items()
-            }
+            self.replace(self.squares(), self.fourths())  # each batch uses other parameters
         if columns not in self._lines:
             self._lines[columns] = _Line(like.new_zeros(sum(shape.numel() for _, shape in columns)))
         line = self._lines[columns]
@@ -120,6 +117,35 @@ class SmallSums:
             fourths = None if fourths is None else fourths.to(device, copy=True)
             self._lines[columns] = _Line(squares.to(device, copy=True), fourths)
 
+    def replace(self, squares: dict[int, Tensor], fourths: dict[int, Tensor]) -> None:
+        """Take these sums, by parameter, in place of all that there are."""
+        self._waiting, self.moves = {}, self.moves + 1
+        self._lines = {
+            ((i, value.shape),): _Line(value.flatten(), fourths[i].flatten() if i in fourths else None)
+            for i, value in squares.items()
+        }
+
+    def merge(self, other: SmallSums) -> None:
+        """Add the sums of other batches."""
+        squares, fourths = _added(self.squares(), other.squares()), _added(self.fourths(), other.fourths())
+        self.replace(squares, fourths)
+
+    def reduce(self, processes: Reducer, parameters: Sequence[Tensor]) -> None:
+        """Add up the sums of all processes, many parameters in one message."""
+        both = {"squares": self.squares(), "fourths": self.fourths()}
+        of_all = processes.gather("small sums", {kind: sorted(found) for kind, found in both.items()})
+        for kind, found in both.items():
+            for i in sorted({i for one in of_all for i in one[kind]}):
+                zeros = zero_sums(parameters[i])
+                found[i] = found.get(i, zeros).to(torch.float64 if kind == "fourths" else zeros.dtype)
+            for like in sorted({(str(value.dtype), str(value.device)) for value in found.values()}):
+                some = {i: v for i, v in sorted(found.items()) if (str(v.dtype), str(v.device)) == like}
+                line = torch.cat([value.flatten() for value in some.values()])
+                processes.add(line)
+                parts = torch.split(line, [value.numel() for value in some.values()])
+                found.update({i: part.view(some[i].shape) for i, part in zip(some, parts, strict=True)})
+        self.replace(**both)
+
     def squares(self) -> dict[int, Tensor]:
         """Return Σ g² of each parameter with a gradient so far."""
         self.flush()
@@ -145,6 +171,11 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     parts = torch.split(values, max(1, _PART // max(1, values.shape[1])))
     first, *others = [part.double().square_().sum(0) for part in parts]
     return sum(others, first)
+
+
+def _added(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the sums of two mappings, of which either may have further entries."""
+    return {**a, **b, **{i: a[i] + b[i] for i in a.keys() & b.keys()}}
 
 
 def _by_parameter(lines: dict[Columns, Tensor]) -> dict[int, Tensor]:

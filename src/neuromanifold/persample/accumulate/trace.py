@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.gradients import Form
 
 
@@ -109,3 +109,23 @@ class TraceSums:
         del tensors
         self.batches, self.samples = values["batches"], values["samples"]
         self.samples_variance = values["samples_variance"]
+
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add the sums that `state` returned for other batches."""
+        del tensors
+        self.batches = [*self.batches, *values["batches"]]
+        self.samples += values["samples"]
+        self.samples_variance += values["samples_variance"]
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes."""
+        of_all = processes.gather("sums", self.state()[1])
+        self.set_state({}, of_all[0])
+        for values in of_all[1:]:
+            self.merge({}, values)
+
+    def copy(self) -> TraceSums:
+        """Return the same sums, which go on by themselves."""
+        copied = TraceSums(self._noise_factor)
+        copied.set_state(*self.state())
+        return copied

@@ -105,7 +105,7 @@ def find_rule(module: nn.Module, computed: frozenset[str] = frozenset()) -> Rule
     `computed`: names of tensors that a parametrization computes in place of parameters (`parametrized.py`).
     """
     own = {name for name, parameter in module._parameters.items() if parameter is not None} | computed
-    if not own or "forward" in vars(module) or torch_module._global_forward_hooks:
+    if not own or _has_forward_of_its_own(module) or torch_module._global_forward_hooks:
         return None
     for kind in type(module).__mro__:
         entry = _RULES.get(kind)
@@ -117,6 +117,16 @@ def find_rule(module: nn.Module, computed: frozenset[str] = frozenset()) -> Rule
         if own <= entry.parameters and condition(module):
             return entry
     return None
+
+
+def _has_forward_of_its_own(module: nn.Module) -> bool:
+    """Whether the module itself has another forward than its class.
+
+    That of accelerate's dispatch (`device_map`) moves inputs to the module's device and calls the one of the class.
+    """
+    own = vars(module)
+    dispatched = "_hf_hook" in own and getattr(own.get("_old_forward"), "__func__", None) is type(module).forward
+    return "forward" in own and not dispatched
 
 
 def _always(module: nn.Module) -> bool:
@@ -139,7 +149,7 @@ def why_no_rule(module: nn.Module) -> str:
         inside = next((f"{name!r} ({type(child).__name__})" for name, child in module.named_children()), "")
         return f"{kind} has no parameters of its own" + (f"; its part {inside} may" if inside else "")
     entered = next((parent for parent in type(module).__mro__ if parent in _RULES), None)
-    if "forward" in vars(module) or (entered is not None and type(module).forward is not entered.forward):
+    if _has_forward_of_its_own(module) or (entered is not None and type(module).forward is not entered.forward):
         return f"{kind} has a forward of its own" + (f", other than {entered.__name__}'s" if entered else "")
     if entered is None:
         return f"{kind} has not been registered"

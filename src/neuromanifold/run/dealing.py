@@ -1,0 +1,148 @@
+"""Which batches of the data a process does, and whether all processes have the same data.
+
+All processes go through the same data, and each does every so many-th batch: the noise of a batch depends on its number
+alone, so the sums are those of one process.  Or each has data of its own, as a DistributedSampler gives them: then the
+batches are numbered as if they had been dealt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from neuromanifold.core.checks import message, warn
+from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
+from neuromanifold.problem.suspicions import SuspiciousInputWarning
+from neuromanifold.run.processes import Processes
+
+Distributed = Literal["auto", "own data", False]
+"""Whether the processes of a process group share a run, and whether each of them has data of its own."""
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Windows of batches, by their place in the data: the shard's, and this process's."""
+
+    shard: tuple[int, int] = (0, 1)
+    window: int = 1
+    rank: int = 0
+    world: int = 1
+    own_data: bool = False
+
+    def number(self, place: int) -> int:
+        """The number of a window, from which that of its first batch and its noise follow."""
+        return place * self.world + self.rank if self.own_data else place
+
+    def in_shard(self, place: int) -> bool:
+        """Whether a window is of the shard that all processes do."""
+        return place % self.shard[1] == self.shard[0]
+
+    def is_mine(self, place: int) -> bool:
+        """Whether this process does a window of the shard."""
+        return self.own_data or self.turn(place)[1] == self.rank
+
+    def turn(self, place: int) -> tuple[int, int]:
+        """In which round of the processes a window is done, and by which of them."""
+        place //= self.shard[1]
+        return (place, self.rank) if self.own_data else divmod(place, self.world)
+
+    def index(self, number: int) -> int:
+        """How many batches of the shard come before batch `number`."""
+        window, offset = divmod(number, self.window)
+        return window // self.shard[1] * self.window + offset
+
+
+class Chain:
+    """The fingerprint of all batches so far, one after the other; the last ones are kept by number."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept, self._last = kept, dict[int, str]()
+        self.value = ""
+
+    def extend(self, number: int, item: object) -> str:
+        """Take one more batch, before the model does, which may work on it in place."""
+        self.value = fingerprint(("before", self.value), ("batch", item), most=OF_A_BATCH)
+        self._last[number] = self.value
+        if len(self._last) > self._kept:
+            del self._last[next(iter(self._last))]
+        return self.value
+
+    def compare(self, processes: Processes, ended: bool) -> None:
+        """Raise an error if the processes had different batches: up to the last one of each, and at the end of all."""
+        number = max(self._last, default=-1)
+        of_all = processes.gather("chain", [number, self.value, ended])
+        wrong = [rank for rank, (at, value, _) in enumerate(of_all) if at in self._last and self._last[at] != value]
+        if all(one[2] for one in of_all) and len({one[0] for one in of_all}) > 1:
+            wrong = wrong or [rank for rank, one in enumerate(of_all) if one[0] != of_all[0][0]]
+        if wrong or any(processes.gather("chain compared", bool(wrong))):
+            which = f", rank {wrong[0]} others than rank {processes.rank}" if wrong else ""
+            raise ValueError(message("data", _SAME, f"different ones{which}", _ADVICE))
+
+
+_SAME = "the same batches in the same order on all processes"
+_ADVICE = "Do not shuffle, or shuffle with the same seed everywhere. If each process has data of its own, none of "
+_ADVICE += "which any other has, say so: distributed='own data'."
+
+
+def agree(
+    processes: Processes, wanted: Distributed, data: object, first: str, identity: dict[str, Any], device: torch.device
+) -> bool:
+    """Return whether each process has data of its own, after comparing what they are about to do.
+
+    `first` is the fingerprint of this process's first batch, "" if it has none.
+    """
+    replicas = sampler_replicas(data)
+    of_all = processes.join([identity, first, replicas], device)
+    for rank, (other, _, _) in enumerate(of_all):
+        if different := [name for name in identity if other.get(name) != identity[name]]:
+            got = f"others in rank {rank} than in rank {processes.rank}: {', '.join(different)}"
+            raise ValueError(message("arguments", "the same on all processes", got))
+    firsts = [one[1] for one in of_all if one[1]]
+    alike, apart = len(set(firsts)) <= 1, len(set(firsts)) == len(firsts)
+    sampled = max(one[2] for one in of_all) > 1
+    own = wanted == "own data" or sampled
+    if sampled and any(one[2] != processes.world for one in of_all):
+        got = f"samplers for {', '.join(str(one[2]) for one in of_all)} processes"
+        raise ValueError(message("data", f"with a DistributedSampler for {processes.world} processes on each", got))
+    if own and not apart:
+        got = f"the same first batch in {len(firsts) - len(set(firsts)) + 1} of them"
+        advice = "Samples would be counted several times. Leave out distributed='own data', and give all processes all "
+        advice += "the data without a DistributedSampler: the batches are dealt."
+        raise ValueError(message("data", "different on each process", got, advice))
+    if firsts and not own and not (alike and len(firsts) == processes.world):
+        got = "no batch on some of them" if len(firsts) < processes.world else "different first batches"
+        raise ValueError(message("data", _SAME, got, _ADVICE))
+    if sampled:
+        _warn_if_padded(data)
+    return own
+
+
+def sampler_replicas(data: object) -> int:
+    """Among how many processes a DataLoader's sampler divides the samples; 1 where it does not."""
+    for sampler in (getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)):
+        replicas = getattr(sampler, "num_replicas", 1)
+        if isinstance(replicas, int) and replicas > 1:
+            return replicas
+    return 1
+
+
+def refuse_a_part(data: object, what: str) -> None:
+    """Refuse data that a sampler divides among processes where each process would go on with its part alone."""
+    if sampler_replicas(data) > 1:
+        advice = "Leave out the DistributedSampler; fisher_diagonal and fisher_trace share the data among processes."
+        got = f"a part of them, by a DistributedSampler for {sampler_replicas(data)} processes"
+        raise ValueError(message("data", f"whole for {what}, which runs on a single process", got, advice))
+
+
+def _warn_if_padded(data: Any) -> None:
+    """A DistributedSampler repeats samples so that all processes have as many."""
+    sampler = data.sampler
+    total, samples = getattr(sampler, "total_size", 0), getattr(sampler, "dataset", ())
+    if not getattr(sampler, "drop_last", True) and total > len(samples):
+        text = (
+            f"The DistributedSampler repeats {total - len(samples)} of {len(samples)} samples, so that all processes "
+        )
+        text += "have as many, and these count twice. Leave it out: all processes may have all the data."
+        warn(text, SuspiciousInputWarning)

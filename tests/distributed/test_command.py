@@ -1,0 +1,86 @@
+"""`torchrun -m neuromanifold estimate`: the file of one process, written and printed once."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuromanifold as nm
+from tests.distributed import runs
+from tests.distributed.test_data_parallel import assert_same, load
+
+ROOT = Path(__file__).parents[2]
+
+
+def model() -> nn.Module:
+    return runs.network()
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    return runs.batches(9)
+
+
+def failing_data() -> list[tuple[Tensor, Tensor]]:
+    """Not a number in batch 3, which is rank 1's."""
+    found = runs.batches(9)
+    found[3] = (torch.full_like(found[3][0], torch.nan), found[3][1])
+    return found
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "CUDA_VISIBLE_DEVICES": ""}
+    everything = [*command, "neuromanifold", *map(str, arguments)]
+    return subprocess.run(everything, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
+
+
+def test_the_command_on_two_processes(tmp_path: Path) -> None:
+    names = ["-m", f"{__name__}:model", "-d", f"{__name__}:data"]
+    options = ["-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state"]
+    done = torchrun("estimate", *names, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Diagonal of the Fisher information") == 1
+    assert re.search(r"processes: +2\n", done.stdout)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fim.safetensors"]
+    expected = nm.fisher_diagonal(model(), data())
+    assert_same(load(tmp_path / "fim.safetensors"), expected)
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_is_one_line(tmp_path: Path) -> None:
+    names = ["-m", f"{__name__}:model", "-d", f"{__name__}:failing_data"]
+    done = torchrun("estimate", *names, "-o", tmp_path / "fim.safetensors")
+    assert done.returncode
+    assert "Rank 1: Error: Batch 3 of `data`" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_other_commands_run_on_one_process() -> None:
+    done = torchrun("forecast", "-m", f"{__name__}:model", "-d", f"{__name__}:data")
+    assert done.returncode
+    assert "Error: `command` must be estimate with several processes, got forecast. Run it without" in done.stderr
+
+
+def test_gpus_and_processes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from neuromanifold.cli.launched import process_group
+
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+        "LOCAL_RANK": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="`device` must be auto, cuda or cpu with several processes, got cuda:1"):
+        process_group("cuda:1").__enter__()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="`nproc-per-node` must be at most 1, the number of GPUs, got 2"):
+        process_group("auto").__enter__()
