@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import neuromanifold as nm
-from neuromanifold.bounds.network import Terms, empirical_spectral_error, network_terms, pair_squares
+from neuromanifold.bounds.network import Terms, empirical_spectral_error, network_terms, pair_products
 from neuromanifold.reference import bounds as reference
 
 KINDS = ("random", "peaked", "uniform", "one-hot", "tied", "impossible classes")
@@ -77,18 +77,18 @@ def test_every_inequality_holds_for_every_x_and_rank(kind: str, classes: int, si
 def test_sums_over_samples_are_those_of_dense_matrices(kind: str, classes: int, size: int) -> None:
     J, core, labels = problem(kind, classes, size)
     gram = J.flatten(0, 1) @ J.flatten(0, 1).T
-    upper, lower = pair_squares(gram, core)
+    upper, lower = pair_products(gram, core)
     error = empirical_spectral_error(gram, core, labels, torch.Generator().manual_seed(0))
     for rank in range(1, classes):
         expected = reference.statements(J, core.logits, labels, rank)
         scale = 1e-9 * expected["Prop. 7"].upper
-        assert float(upper.sum().sqrt()) == pytest.approx(expected["Prop. 7"].actual, rel=1e-8, abs=scale)
+        assert float(torch.linalg.matrix_norm(upper)) == pytest.approx(expected["Prop. 7"].actual, rel=1e-8, abs=scale)
         values, vectors = core.spectrum(rank)  # where eigenvalues are tied, F^LR is a choice
         top = vectors.mT @ (values[..., None] * vectors)
         tail = float(torch.linalg.matrix_norm(torch.einsum("ncp,ncd,ndq->pq", J, core.fisher() - top, J)))
         assert float(lower[rank - 1].sum().sqrt()) == pytest.approx(tail, rel=1e-7, abs=scale)
         assert error == pytest.approx(expected["Prop. 9"].actual, rel=1e-8, abs=scale)
-    torch.testing.assert_close(upper.diagonal().sqrt(), terms_of(J, core, None).upper_error)
+    torch.testing.assert_close(upper.diagonal(), terms_of(J, core, None).upper_error)
     torch.testing.assert_close(lower.diagonal(dim1=1, dim2=2).sqrt().T, terms_of(J, core, None).lower_error)
 
 
@@ -169,3 +169,15 @@ def test_a_shift_of_all_logits_changes_the_papers_bounds_but_neither_f_nor_the_c
     torch.testing.assert_close(b.upper_trace, b.trace)
     assert bool((b.smallest < 1e-9 * a.smallest).all())
     assert bool((a.upper_error > 0.01).all())
+
+
+@pytest.mark.parametrize("kind", KINDS[:5])
+@pytest.mark.parametrize(("classes", "size"), [(2, 5), (4, 30), (5, 3)])
+def test_ranks_are_at_most_those_of_the_remark_after_proposition_5(kind: str, classes: int, size: int) -> None:
+    """rank F^LR(k) <= k N for every k, F^LR(C-1) = F, and F^DG - F has rank N at most."""
+    J, core, _ = problem(kind, classes, size)
+    for rank in range(1, classes):
+        lower, exact, upper = reference.dense_matrices(J, core.logits, rank)
+        assert int(torch.linalg.matrix_rank(lower, hermitian=True)) <= min(size, rank * len(J))
+        assert int(torch.linalg.matrix_rank(upper - exact, hermitian=True, atol=1e-9)) <= min(size, len(J))
+    torch.testing.assert_close(lower, exact)

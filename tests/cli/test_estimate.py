@@ -24,7 +24,7 @@ def model_of(kind: str) -> str:
     return "text" if kind == "pairs" else kind
 
 
-def by_definition(folder: Path, data: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
+def by_definition(folder: Path, data: list[dict[str, Tensor]], kind: str) -> tuple[dict[str, Tensor], int]:
     """Σ_x F(x) of the positions that count, from one gradient for each output; and how many samples count."""
     model = load_model(str(folder), dtype="float64", device="cpu").module
 
@@ -36,7 +36,10 @@ def by_definition(folder: Path, data: list[dict[str, Tensor]]) -> tuple[dict[str
             counts = torch.ones(logits.shape[:-1], dtype=torch.bool)
             if logits.ndim == 3:
                 counts = inputs["attention_mask"].bool()
-                counts = counts & (batch["labels"] != -100) if "labels" in batch else counts
+                if kind == "causal":  # position t predicts token t + 1
+                    counts, logits = counts[:, 1:] & counts[:, :-1] & (batch["labels"][:, 1:] != -100), logits[:, :-1]
+                elif "labels" in batch:
+                    counts = counts & (batch["labels"] != -100)
             rows.append(logits[counts])
         return torch.cat(rows)
 
@@ -64,7 +67,7 @@ def test_the_file_holds_the_fisher_information(folder: Folder, tmp_path: Path, k
         labels=False,
         batch_size=3,  # the group norm of a sound model looks at the padding of a batch
     )
-    expected, count = by_definition(source, list(data))  # type: ignore[arg-type]
+    expected, count = by_definition(source, list(data), kind)  # type: ignore[arg-type]
     assert found.count == count
     assert set(found) == set(expected)
     for name, value in expected.items():

@@ -214,6 +214,8 @@ def test_a_mask_that_does_not_fit_a_prompt_is_an_error(loaded: Callable[[str], L
     with pytest.raises(
         ValueError, match=re.escape(f"of shape [4, {shape[1] + 3}], the logits' positions, got shape {shape}")
     ):
+        nm.fisher_diagonal(tuned, [{key: value for key, value in batch.items() if key != "labels"}])
+    with pytest.raises(ValueError, match=r"pad the labels there with `ignore_index`"):
         nm.fisher_diagonal(tuned, [batch])
     labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
     padded = torch.nn.functional.pad(labels, (3, 0), value=-100)

@@ -80,7 +80,10 @@ MAKERS: dict[str, Callable[[], Problem]] = {
     "BERT": lambda: _text(hf.BertForSequenceClassification(hf.BertConfig(**BERT))),
     "RoBERTa": lambda: _text(hf.RobertaForSequenceClassification(hf.RobertaConfig(**BERT))),
     "GPT-2 (tokens, tied)": lambda: Problem(
-        hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)), {"input_ids": IDS[:, :3]}, IDS[:, 1:]
+        hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
+        {"input_ids": IDS[:, :3]},
+        IDS[:, 1:],
+        options={"shift_labels": False},  # they are shifted
     ),
     "GPT-2 (sequences)": lambda: _text(
         hf.GPT2ForSequenceClassification(hf.GPT2Config(**GPT2, **COMMON, pad_token_id=0))

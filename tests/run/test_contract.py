@@ -180,7 +180,7 @@ def test_several_probes_share_the_forward_pass() -> None:
 
 def test_tokens_are_counted_apart_from_samples() -> None:
     problem = ARCHITECTURES["GPT-2 (tokens, tied)"]
-    result = nm.fisher_diagonal(problem.model, problem.data)
+    result = nm.fisher_diagonal(problem.model, problem.data, **problem.options)
     assert (result.count, result.positions) == (4, 12)
 
 

@@ -48,7 +48,6 @@ def test_the_same_seed_gives_the_same_numbers(name: str) -> None:
                 granularity=granularity,
                 reduction="sum",
                 seed=3,
-                shift_labels=False,  # as it was for causal models, too
                 **problem.options,
             )
         methods = list(found.provenance.granularity.values())

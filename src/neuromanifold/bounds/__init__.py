@@ -1,5 +1,6 @@
 """What an estimate's error will be, before the run; and how far the paper's bounds of F are from F."""
 
+from neuromanifold.bounds.matrix_variance import matrix_variance
 from neuromanifold.bounds.network import Terms
 from neuromanifold.bounds.result import Diagonals, NetworkBounds
 from neuromanifold.bounds.sample_size import batches_needed, expected_confidence, expected_rtol
@@ -31,6 +32,7 @@ __all__ = [
     "expected_rtol",
     "hutchinson_variance",
     "lower_variance",
+    "matrix_variance",
     "minibatch_variance_bound",
     "monte_carlo_variance",
     "orthogonal_probe_variance",

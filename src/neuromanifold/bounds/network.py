@@ -99,16 +99,16 @@ def network_terms(K: Tensor, core: Categorical, labels: Tensor | None) -> Terms:
     )
 
 
-def pair_squares(gram: Tensor, core: Categorical) -> tuple[Tensor, Tensor]:
-    """⟨A_x, A_x'⟩_F for all pairs, with A_x = Jᵀ E J: their sum is ‖Σ_x A_x‖_F².
+def pair_products(gram: Tensor, core: Categorical) -> tuple[Tensor, Tensor]:
+    """Inner products between distributions x, from the Gram matrix [n·C, n·C] of all ∂z_c(x)/∂θ.
 
-    For Prop. 7 (E = ppᵀ) [n, n], and for Prop. 8 (E the eigenpairs below the k-th) [k, n, n], from the Gram matrix
-    [n·C, n·C] of all ∂z_c(x)/∂θ.
+    For Prop. 7 those of w_x = Jᵀp, [n, n], since F^DG - F = Σ w wᵀ has their non-zero eigenvalues.  For Prop. 8
+    ⟨A_x, A_x'⟩_F with A_x = Jᵀ E J and E the eigenpairs below the k-th, [k, n, n]: their sum is ‖F - F^LR(k)‖_F².
     """
     p, scaled, n = core.probs, core.spectrum(core.dim - 1).factor(), core.probs.shape[0]
     whole = gram.view(n, core.dim, n, core.dim)
     along = torch.einsum("nc,ncmd->nmd", p, whole)
-    upper = torch.einsum("nmd,md->nm", along, p).square()
+    upper = torch.einsum("nmd,md->nm", along, p)
     left = torch.einsum("nic,ncmd->nimd", scaled, whole)
     squares = torch.einsum("nimd,mjd->nmij", left, scaled).square()
     return upper, _tails(squares).permute(2, 0, 1)

@@ -58,7 +58,7 @@ def probe_variance(
     The table at the head of this module.  A sample that has several output distributions (tokens) has the columns of
     all of them.  2F² - 2 Σ a⁴ is summed as 2 Σ a²·(sum of the other a²), which is never negative and does not cancel.
     """
-    a = _checked_columns(columns, noise, granularity)
+    a = checked_columns(columns, noise, granularity)
     number_of_passes(probes, "probes")
     squares = a.square().permute(2, 0, 1)  # [p, n, r]
     if granularity == "batch":
@@ -223,7 +223,7 @@ def orthogonal_probe_variance(
     Batch-wise the cross terms 2 Σ_{x≠y} E[g_x²] E[g_y²] of each pass are added, with E[g_x²] = F_x/m.  From m = d on, a
     pass is a column: then E[g_x²] = a².
     """
-    a = _checked_columns(columns, noise, granularity)
+    a = checked_columns(columns, noise, granularity)
     m, d = number_of_passes(probes, "probes"), a.shape[1]
     squares = a.square().permute(2, 0, 1)  # [p, n, d]
     if m >= d:
@@ -358,7 +358,7 @@ def _checked(core: object, jacobian: object) -> Tensor:
     return J.double()
 
 
-def _checked_columns(columns: object, noise: object, granularity: object) -> Tensor:
+def checked_columns(columns: object, noise: object, granularity: object) -> Tensor:
     """Derivatives along columns in float64, if noise and granularity are what they should be as well."""
     a = float_tensor(columns, "columns")
     if a.ndim != 3:

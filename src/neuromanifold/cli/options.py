@@ -13,7 +13,7 @@ import typer
 from neuromanifold.cli.console import note
 from neuromanifold.cli.parsing import parse_likelihood
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, one_of
 from neuromanifold.diagnostics.forecast import largest_batch
 from neuromanifold.hf import FunctionData, LoadedData, LoadedModel, Task, check_data_source, load_data, load_model
 from neuromanifold.hf.columns import USUAL
@@ -22,6 +22,7 @@ from neuromanifold.hf.models import DTYPES
 from neuromanifold.problem.model import select_parameters
 
 _SIZE = "32"  # rows in a batch, by default
+_SHIFTS = {"auto": None, "yes": True, "no": False}
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -127,12 +128,12 @@ class Setup:
         int | None, _data("Truncate text to N tokens (default: at most 512), audio to N samples.", metavar="N", min=1)
     ] = None
     shift_labels: Annotated[
-        bool | None,
+        str,
         _data(
-            "Whether position t predicts token t + 1, so that label t + 1 belongs to it. Default: as the model does.",
-            "--shift-labels/--no-shift-labels",
+            "Whether position t predicts token t + 1, so that label t + 1 belongs to it. auto: as the model does.",
+            metavar="|".join(_SHIFTS),
         ),
-    ] = None
+    ] = "auto"
     mask: Annotated[float, _data("Share of masked tokens, for masked language models.")] = 0.15
     seed: Annotated[int, run_option("Random seed of rows, probes and a new classifier.", metavar="N", min=0)] = 0
 
@@ -202,7 +203,8 @@ class Setup:
         """
         likelihood = parse_likelihood(self.likelihood, model.likelihood)
         made = model.task is Task.CAUSAL and not is_function_name(self.data)
-        shift = (made or "auto") if self.shift_labels is None else self.shift_labels
+        given = _SHIFTS[one_of(self.shift_labels, "--shift-labels", *_SHIFTS)]
+        shift = made or "auto" if given is None else given
         return {"likelihood": likelihood, "parameters": self.parameters or None, "shift_labels": shift}
 
 

@@ -56,6 +56,11 @@ def statements(jacobian: Tensor, logits: Tensor, labels: Tensor, rank: int) -> d
             float(torch.linalg.matrix_norm(upper - exact)),
             float((norm2 * sigma[:, -1] ** 2).sum()),
         ),
+        "Prop. 7, spectral": Statement(
+            float(omega.square().sum(-1).max()),
+            float(torch.linalg.matrix_norm(upper - exact, 2)),
+            float((norm2 * sigma[:, -1] ** 2).sum()),
+        ),
         f"Prop. 8, rank {rank}": Statement(nan, tail, float(printed.sqrt().sum())),
         "  relaxed": Statement(nan, tail, float((relaxed.sqrt() * sigma[:, -1] ** 2).sum())),
         "Prop. 9": Statement(

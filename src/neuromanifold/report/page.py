@@ -71,7 +71,7 @@ def page(results: Sequence[DiagonalFisher], titles: Sequence[str] | None = None)
 def notebook(result: DiagonalFisher) -> str:
     """What a notebook shows of a result, as HTML: the reading and the table of components."""
     summary = summarize(result, "", _COMPONENTS)
-    title = f"{type(result).__name__} ({result.reduction})"
+    title = f"{type(result).__name__} ({result.unit})"
     return render("notebook.html", title=title, reading=reading(summary), components=component_table([summary]))
 
 

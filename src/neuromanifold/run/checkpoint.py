@@ -38,7 +38,7 @@ from neuromanifold.run.methods import Method
 from neuromanifold.run.step import Settings
 
 _SECONDS, _SHARE = 30.0, 1 / 20  # between two writes; of the time that may be spent on writing
-_COUNTS = ("samples", "positions", "batches", "next", "dtype", "noise_shares", "left_out")
+_COUNTS = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
 
 
 @dataclass(frozen=True)
