@@ -69,7 +69,7 @@ def public_names_and_arguments() -> tuple[set[str], set[str]]:
 def unknown_names(text: str) -> set[str]:
     """`nm.something` that is not there, and arguments in code spans (`something=value`) that nothing takes."""
     names, arguments = public_names_and_arguments()
-    arguments |= {"use_reentrant", "shuffle", "extra_dims", "applies"}  # of others, and of rules
+    arguments |= {"use_reentrant", "shuffle", "extra_dims", "applies", "turned"}  # of others, and of rules
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if not span.startswith(("-", "neuromanifold "))]
     keywords = {word for span in spans for word in re.findall(r"(?<![\w-])([A-Za-z_]\w*)=(?!=)", span)}
     used = set(re.findall(r"\bnm\.([A-Za-z_]\w*)", text))
