@@ -10,7 +10,7 @@
     saved.write()                   at the end, and when Ctrl-C or the data end the run
 
 What there is to save between two batches: the sums, counts, what has been found out about the model, and which batches
-these are of.  The noise of a batch depends on the seed and the batch's number alone (`noise.py`).
+these are of.  The noise of a batch depends on the seed and the batch's number alone (`batch_seed`).
 
 Each process of a run has a file of its own, PATH for rank 0 and PATH.rank1, ... for the others, which holds sums over
 a set of batches.  So any number of processes can take the run up: each takes the sums of some of the files, and the
