@@ -13,10 +13,16 @@ from torch import Tensor
 
 from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, Reducer, read_back, zero_sums
+from neuromanifold.persample.accumulate.powers import (
+    add_at_once,
+    add_in_chunks,
+    as_precise,
+    power_of_two_near,
+    root_mean_squares,
+)
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
-from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
+from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, SquaredProduct
 
-_CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
 _EVEN = 0.5  # of the samples must carry F, or all fourth powers are taken
@@ -94,7 +100,7 @@ class DiagonalSums:
         if not used:
             return
         squares = [self._square(i) for i in used]
-        values = _as_precise([g for i in used if (g := gradients[i]) is not None], squares)
+        values = as_precise([g for i in used if (g := gradients[i]) is not None], squares)
         if made_by.scale != 1.0:
             values = list(torch._foreach_mul(values, 1 / made_by.scale))
         if not self._keeps or not made_by.noise:
@@ -102,12 +108,12 @@ class DiagonalSums:
             return
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
-            for i, size in zip(used, read_back(_root_mean_squares(values)), strict=True):
-                self._raise_unit(i, _power_of_two_near(size))
+            for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
+                self._raise_unit(i, power_of_two_near(size))
         elif look == "later":
-            self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
+            self._sizes.update(zip(used, root_mean_squares(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
-        add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
+        add = add_in_chunks if values[0].device.type == "cpu" else add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
@@ -139,7 +145,7 @@ class DiagonalSums:
         self._taken[i] += form.samples
         look = self._look(form.device)
         if look == "now" or (self.may_synchronize and not self._units[i]):
-            self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
+            self._raise_unit(i, power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
         unit, fourths = self._units[i] or 1.0, self._fourth_powers(i)
@@ -160,7 +166,7 @@ class DiagonalSums:
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
             for i, size in zip(there, read_back(list(there.values())), strict=True):
-                self._raise_unit(i, _power_of_two_near(size))
+                self._raise_unit(i, power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
         if self._alike and self._samples < _ALL_OF <= self._samples + self._of_batch:
@@ -372,47 +378,3 @@ class DiagonalSums:
 def _chosen(group: int) -> int:
     """Return which batch of a group has its fourth powers taken."""
     return random.Random(group).randrange(_ONE_IN)
-
-
-def _root_mean_squares(values: list[Tensor]) -> list[Tensor]:
-    """Return the root mean square of each tensor."""
-    norms = torch._foreach_norm(values)
-    return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
-
-
-def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
-    """Return gradients in the precision of the sums, converted by one kernel where they have another."""
-    if all(g.dtype == square.dtype for g, square in zip(gradients, squares, strict=True)):
-        return gradients
-    values = [torch.empty_like(square) for square in squares]
-    torch._foreach_copy_(values, gradients)
-    return values
-
-
-def _power_of_two_near(rms: float) -> float:
-    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
-    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
-
-
-def _add_at_once(
-    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
-) -> None:
-    """Add squares and fourth powers of all parameters by a few kernel launches."""
-    products = torch._foreach_mul(values, values)
-    torch._foreach_add_(squares, products)
-    torch._foreach_mul_(products, factors)
-    torch._foreach_clamp_max_(products, BOUND)
-    torch._foreach_addcmul_(fourths, products, products, value=noise)
-
-
-def _add_in_chunks(
-    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
-) -> None:
-    """Add them by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
-    for i, value in enumerate(values):
-        pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
-        for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
-            product = g * g
-            square.add_(product)
-            product.mul_(factors[i]).clamp_(max=BOUND)
-            fourth.addcmul_(product, product, value=noise)
