@@ -24,7 +24,7 @@ def model_of(kind: str) -> str:
     return "text" if kind == "pairs" else kind
 
 
-def by_definition(folder: Path, data: list[dict[str, Tensor]], kind: str) -> tuple[dict[str, Tensor], int]:
+def by_definition(folder: Path, data: list[dict[str, Tensor]], kind: str = "") -> tuple[dict[str, Tensor], int]:
     """Σ_x F(x) of the positions that count, from one gradient for each output; and how many samples count."""
     model = load_model(str(folder), dtype="float64", device="cpu").module
 

@@ -215,7 +215,7 @@ def test_positions_count(capsys: pytest.CaptureFixture[str]) -> None:
             self.head = nn.Linear(4, 3)
 
         def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.head(x) * attention_mask[..., None]
+            return self.head(x).cumsum(1) * attention_mask[..., None]  # mixes positions: none is squared alone
 
     result = nm.check(Tagger(), [{"x": x, "attention_mask": mask}], progress=True)
     assert result.is_exact

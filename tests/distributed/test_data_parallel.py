@@ -28,7 +28,7 @@ def load(path: Path) -> nm.DiagonalFisher:
 
 
 def assert_same(found: nm.DiagonalFisher, expected: nm.DiagonalFisher) -> None:
-    """Numbers to rounding, standard errors included: fourth powers are taken of the same batches."""
+    """Numbers to rounding; standard errors are estimates, and fourth powers may be taken of other batches."""
     p, q = found.provenance, expected.provenance
     assert (found.count, found.positions, p.batches, p.passes) == (
         expected.count,
@@ -40,7 +40,7 @@ def assert_same(found: nm.DiagonalFisher, expected: nm.DiagonalFisher) -> None:
     assert p.noise_ratio == pytest.approx(q.noise_ratio, rel=1e-12)
     for name in expected:
         torch.testing.assert_close(found.sums[name], expected.sums[name], rtol=2e-6, atol=1e-20)
-        torch.testing.assert_close(found.noise[name], expected.noise[name], rtol=2e-5, atol=1e-20)
+        assert float(found.noise[name].norm()) == pytest.approx(float(expected.noise[name].norm()), rel=0.25)
 
 
 NUMBER = 35  # over batches of which fourth powers are thinned out; the last round is not full, the last batch shorter

@@ -154,8 +154,8 @@ def test_what_is_no_result_is_named_for_what_it_is(tmp_path: Path) -> None:
     says(tmp_path / "fisher.html", "is a page")
     (tmp_path / "list.json").write_text("[1, 2]")
     says(tmp_path / "list.json", "not a safetensors file")
-    save_file({"a": torch.zeros(1)}, path, metadata={"format": "neuromanifold", "version": "1", "kind": "kronecker"})
-    says(path, "'kronecker'", "diagonal", "matrix")
+    save_file({"a": torch.zeros(1)}, path, metadata={"format": "neuromanifold", "version": "1", "kind": "tensor train"})
+    says(path, "'tensor train'", "diagonal", "matrix")
     with pytest.raises(FileNotFoundError, match=r"No file .*fin.safetensors. Did you mean fim.safetensors\?"):
         nm.load(tmp_path / "fin.safetensors")
 

@@ -96,9 +96,10 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
     names, sizes, depends = list(problem.parameters), [], set[int]()
     repeats, apart, note, reasons = True, None, "", dict[int, str]()
     validation, examined = problem.validation(), False
+    quiet = replace(problem, warned={"labels"})  # they are among the notes of the run
     with problem.session():
         for batch in problem.batches():
-            outputs = problem.evaluate(batch)
+            outputs = quiet.evaluate(batch)
             sizes.append(_sizes(outputs, problem.distributions(outputs, validation, labels=False).core.rank))
             if len(outputs.logits) and not examined:
                 examined = True
@@ -108,7 +109,7 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
     validation.flush()
     counts, warned = _verified_run(problem, seed)
     methods = dict(zip(names, counts.methods, strict=True))
-    per_batch = {name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] != "sample"}
+    per_batch = {name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] not in ("sample", "token")}
     notes = [*filter(None, [note]), *warned, *_notes_on_methods(methods, per_batch, counts)]
     used = frozenset(names[i] for i in depends)
     return Examination(tuple(sizes), methods, per_batch, counts.verified, used, repeats, apart, tuple(notes))

@@ -172,7 +172,7 @@ class PerSampleGradients:
         """Restore the findings that `state` returned."""
         self.excluded, self.remaining = frozenset(state["excluded"]), set(state["remaining"])
         self._batches, self.verified = state["batches"], state["verified"]
-        self._by_token = None if state.get("tokens") is None else frozenset(state["tokens"])
+        self._by_token = None if state["tokens"] is None else frozenset(state["tokens"])
         if state["late"]:
             self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
 

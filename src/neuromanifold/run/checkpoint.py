@@ -308,7 +308,9 @@ def _merged(states: list[dict[str, Any]]) -> dict[str, Any]:
         union = {name: sorted({i for one in engines for i in one[name]}) for name in ("excluded", "remaining")}
         verified, late = sum(one["verified"] for one in engines), any(one["late"] for one in engines)
         batches = max(one["batches"] for one in engines)
-        first["engine"] = {**union, "batches": batches, "verified": verified, "late": late}
+        by_token = [set(one["tokens"]) for one in engines if one["tokens"] is not None]
+        tokens = sorted(set.intersection(*by_token)) if by_token else None
+        first["engine"] = {**union, "batches": batches, "verified": verified, "late": late, "tokens": tokens}
     return first
 
 

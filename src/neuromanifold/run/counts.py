@@ -13,7 +13,7 @@ from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.progress import RunProgress
 
 _KEPT = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
-_METHODS = ("sample", "sample, one by one", "batch")  # from fine to coarse
+_METHODS = ("token", "sample", "sample, one by one", "batch")  # from fine to coarse
 
 
 @dataclass
