@@ -32,6 +32,15 @@ def test_code_runs_and_prints_what_it_says(page: Path) -> None:
     assert promised == printed
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "uses" and page.stem != "index"], ids=lambda page: page.name
+)
+def test_examples_of_uses_are_short_and_have_a_model_of_transformers(page: Path) -> None:
+    blocks = BLOCK.findall(page.read_text())
+    assert max(block.count("\n") for block in blocks) < 40
+    assert any("transformers." in block for block in blocks)
+
+
 def test_a_wrong_promise_would_be_seen() -> None:
     promised, printed = promised_and_printed("print(1 + 1)  # 3\n")
     assert promised != printed

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:benchmarks python -m uses.optimizers
 
-cost = seconds of a step over those of a step of SGD, of optimizers that take turns (processor time, one thread)
+cost = processor time of a step over that of a step of SGD, of optimizers that take turns; wall-clock time beside it
 each optimizer gets STEPS/cost steps; its learning rate is the one of five with the least validation loss for
 TUNING seeds, on a cosine schedule; then other seeds are scored
 """
@@ -110,17 +110,23 @@ def train(
     yield steps, model
 
 
-def costs(network: Callable[[], nn.Module], part: Split, turns: int = 5, steps: int = 20) -> dict[str, float]:
-    """Processor time of a step over that of SGD's: medians over turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+CLOCKS = {"cost": time.process_time, "wall-clock": time.perf_counter}
+
+
+def costs(
+    network: Callable[[], nn.Module], part: Split, turns: int = 15, steps: int = 20
+) -> dict[str, dict[str, float]]:
+    """Processor and wall-clock time of a step over those of SGD's: medians over turns."""
+    seconds: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in METHODS} for clock in CLOCKS}
     for turn in range(turns + 1):
         for name, method in METHODS.items():
-            start = time.process_time()
+            start = {clock: now() for clock, now in CLOCKS.items()}
             list(train(network, method, 1e-4, part, steps, 0))
             if turn:  # the first one warms up
-                seconds[name].append(time.process_time() - start)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {name: value / medians["SGD, momentum"] for name, value in medians.items()}
+                for clock, now in CLOCKS.items():
+                    seconds[clock][name].append(now() - start[clock])
+    medians = {clock: {n: statistics.median(v) for n, v in found.items()} for clock, found in seconds.items()}
+    return {clock: {n: v / found["SGD, momentum"] for n, v in found.items()} for clock, found in medians.items()}
 
 
 def final(network: Callable[[], nn.Module], method: Method, rate: float, part: Split, steps: int, seed: int) -> Any:
@@ -130,7 +136,8 @@ def final(network: Callable[[], nn.Module], method: Method, rate: float, part: S
 
 def study(network: Callable[[], nn.Module], seeds: int) -> dict[str, dict[str, Any]]:
     """Cost, steps, learning rate, and scores over seeds of each optimizer."""
-    cost = costs(network, digits(0, 1000, 300)[0])
+    ratios = costs(network, digits(0, 1000, 300)[0])
+    cost = ratios["cost"]
     found: dict[str, dict[str, Any]] = {}
     for name, method in METHODS.items():
         steps = round(STEPS / cost[name])
@@ -152,7 +159,8 @@ def study(network: Callable[[], nn.Module], seeds: int) -> dict[str, dict[str, A
                 curve.append(mean_loss(model, training))
             curves.append(curve)
             scored.append((curve[-1], mean_loss(model, test), accuracy(model, test)))
-        found[name] = {"cost": cost[name], "steps": steps, "rate": rate, "curves": curves, "scores": scored}
+        paid = {clock: of[name] for clock, of in ratios.items()}
+        found[name] = {**paid, "steps": steps, "rate": rate, "curves": curves, "scores": scored}
         edge = " (at the edge of its grid)" if rate in (method.rates[0], method.rates[-1]) else ""
         print(name, f"rate {rate:.3g}{edge}, training loss {statistics.fmean(s[0] for s in scored):.5f}", flush=True)
     return found
@@ -189,9 +197,25 @@ def main() -> None:
         rows = []
         for method, one in found[name].items():
             losses, tests, right = zip(*one["scores"], strict=True)
-            row = [method, f"{one['cost']:.2f}", str(one["steps"]), f"{one['rate']:.2g}", plus_minus(losses, 4)]
+            row = [
+                method,
+                f"{one['cost']:.2f}",
+                f"{one['wall-clock']:.2f}",
+                str(one["steps"]),
+                f"{one['rate']:.2g}",
+                plus_minus(losses, 4),
+            ]
             rows.append([*row, plus_minus(tests), plus_minus(right, 1, 100)])
-        header = ["optimizer", "cost of a step", "steps", "learning rate", "training loss", "test loss", "accuracy %"]
+        header = [
+            "optimizer",
+            "cost of a step",
+            "wall-clock",
+            "steps",
+            "learning rate",
+            "training loss",
+            "test loss",
+            "accuracy %",
+        ]
         text += f"## {name}\n\n{table(header, rows)}\n\n"
     write("uses-optimizers", "Optimizers at equal cost", COMMAND, text.rstrip(), found)
     figure(found)

@@ -1,6 +1,7 @@
 """Distances between tasks, against how well a network of one task does on the other.
 
-    PYTHONPATH=src:benchmarks python -m uses.similarity
+    PYTHONPATH=src:benchmarks python -m uses.similarity            the distances
+    PYTHONPATH=src:benchmarks python -m uses.similarity errors     how wide the bound on the probes' noise is
 
 Ten tasks: the digits turned by 0, 10, ..., 90 degrees.  A reference network, trained on all of them, has a result for
 each task, and each of the 45 pairs a distance.  Truth: a network is trained on each task alone; the loss of transfer is
@@ -9,7 +10,9 @@ each task, and each of the 45 pairs a distance.  Truth: a network is trained on 
 
 from __future__ import annotations
 
+import argparse
 import math
+import statistics
 from itertools import combinations
 
 import torch
@@ -18,10 +21,12 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 import neuromanifold as nm
+from neuromanifold.uses.similarity import TaskDistance
 from uses.study import accuracy, batches, cell, digits, figure, mlp, progress, report, train
 
 ANGLES = range(0, 100, 10)
 SEEDS = range(6)
+REPEATS, REPEATED = 30, range(3)
 METRICS = ("cosine", "frechet", "task2vec")
 
 
@@ -32,13 +37,41 @@ def turned(images: Tensor, angle: float) -> Tensor:
     return grid_sample(images.view(-1, 1, 8, 8), grid, align_corners=False).flatten(1)
 
 
+def study_errors() -> None:
+    """Compare the spread of a distance over runs that differ in their probes alone with its standard errors."""
+    ratios: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    for seed in progress("seed", REPEATED):
+        (x, y), _, _ = digits(seed)
+        every = [turned(x, angle) for angle in ANGLES]
+        reference = train(mlp(seed), torch.cat(every), y.repeat(len(ANGLES)), epochs=3, seed=seed)
+        found: dict[str, list[TaskDistance]] = {metric: [] for metric in METRICS}
+        for k in range(REPEATS):
+            one, other = (nm.fisher_diagonal(reference, batches(every[i], y), seed=10 * k + i) for i in (0, 4))
+            for metric in METRICS:
+                found[metric].append(nm.task_distance(one, other, metric))
+        for metric, many in found.items():
+            spread = statistics.stdev(distance.value for distance in many)
+            ratios[metric].append(statistics.fmean(distance.stderr for distance in many) / spread)
+    text = (
+        "# Task similarity: the bound on the probes' noise\n\nStandard error over the spread of the distance of 0 and "
+    )
+    text += f"40 degrees in {REPEATS} runs that differ in their probes, {len(REPEATED)} networks.\n\n"
+    rows = [[metric, *(f"{ratio:.1f}" for ratio in found)] for metric, found in ratios.items()]
+    report("similarity-errors", text + table(["distance", *(f"seed {k}" for k in REPEATED)], rows), ratios)
+
+
 def spearman(a: list[float], b: list[float]) -> float:
     ranks = torch.stack([torch.tensor(one).argsort().argsort().double() for one in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="distances", choices=["distances", "errors"])
     torch.set_num_threads(1)
+    if parser.parse_args().what == "errors":
+        study_errors()
+        return
     pairs = list(combinations(range(len(ANGLES)), 2))
     correlations: dict[str, list[float]] = {name: [] for name in (*METRICS, "mean features", "empirical, cosine")}
     shown, errors = [], []

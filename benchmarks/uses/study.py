@@ -31,6 +31,22 @@ def mlp(seed: int, classes: int = 10, width: int = 100) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(width, classes))
 
 
+def transformer(seed: int, layers: int = 3, width: int = 32) -> nn.Module:
+    """A ViT of transformers with four heads on four patches of four by four pixels, from images [n, 64] to logits."""
+    import transformers
+
+    class DigitsViT(transformers.ViTForImageClassification):  # type: ignore[misc]
+        def forward(self, images: Tensor) -> Tensor:
+            logits: Tensor = super().forward(pixel_values=images.view(-1, 1, 8, 8)).logits
+            return logits
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_attention_heads": 4, "num_labels": 10}
+    model: nn.Module = DigitsViT(transformers.ViTConfig(**shape, **sizes)).eval()
+    return model
+
+
 def digits(seed: int, train: int = 1000, validation: int = 397) -> list[tuple[Tensor, Tensor]]:
     """Training, validation and test images [n, 64] with labels, shuffled; the same 400 are the test images always."""
     images, labels = load_digits()

@@ -1,5 +1,6 @@
 """Recording along real runs of the Trainer of transformers and of Lightning."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_lightning_logs_the_trace(tmp_path: Path) -> None:
     trainer.fit(Module(), data)
     assert [one["step"] for one in callback.recorder.history] == [2, 4]
     assert "fisher/trace" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning itself
+def test_the_example_for_lightning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning", reason="needs neuromanifold[lightning]")
+    page = (Path(__file__).parents[2] / "docs/uses/callbacks.md").read_text()
+    (example,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(compile(example, "page", "exec"), found)
+    assert [one["step"] for one in found["callback"].recorder.history] == [2, 4]
 
 
 def test_wrong_calls() -> None:

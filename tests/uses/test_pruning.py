@@ -186,7 +186,7 @@ def test_bad_input() -> None:
         nm.plan_pruning(model, fim, structure="heads")
     plan = nm.plan_pruning(model, fim)
     plan.apply(model)
-    with pytest.raises(ValueError, match=r"`model` must be a model of the same parameters.*Is it pruned already"):
+    with pytest.raises(ValueError, match=r"`model` must be one with the parameters of the plan.*Is it pruned already"):
         plan.apply(model)
     tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     tied[2].weight = tied[0].weight

@@ -65,11 +65,11 @@ def test_the_predicted_loss_is_the_sum() -> None:
 
 
 def every_choice(found: QuantizationSensitivity, budget: float) -> float:
-    names, best = list(found.channels), float("inf")
-    for formats in itertools.product(found.formats, repeat=len(names)):
-        chosen = list(zip(names, formats, strict=True))
+    losses, best = {name: found[name] for name in found.channels}, float("inf")
+    for formats in itertools.product(found.formats, repeat=len(losses)):
+        chosen = list(zip(losses, formats, strict=True))
         if sum(found.sizes[n][f] for n, f in chosen) <= budget * (1 + 1e-12):
-            best = min(best, sum(found[n][f] for n, f in chosen))
+            best = min(best, sum(losses[n][f] for n, f in chosen))
     return best
 
 

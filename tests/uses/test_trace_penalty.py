@@ -70,7 +70,7 @@ def test_detached_gradients_hold_the_metric_constant() -> None:
     expected = gradient(model, slow_trace(model, X, nm.Categorical, detach=True))
     values, gradients = draws(model, 300, nm.Categorical, detach=True)
     assert worst_z_score(gradients, expected) < allowed_z_score(len(expected))
-    assert torch.equal(values, draws(model, 300, nm.Categorical)[0])
+    assert torch.equal(values[:30], draws(model, 30, nm.Categorical)[0])
 
 
 def test_the_gradient_is_that_of_the_value_for_the_same_signs() -> None:

@@ -26,7 +26,15 @@ from neuromanifold.core.checks import check_reduction, finite_number, message, p
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import reads, save_tensors
 from neuromanifold.results.scaling import Scalable
-from neuromanifold.uses.matching import check_diagonal, finite_mean, matched_shapes, selected
+from neuromanifold.uses.matching import (
+    RESULT,
+    check_diagonal,
+    finite_mean,
+    finite_values,
+    matched_shapes,
+    parameters_of,
+    selected,
+)
 
 
 class Consolidation(Scalable):
@@ -47,12 +55,14 @@ class Consolidation(Scalable):
     def __init__(self, model: nn.Module, fim: DiagonalFisher, strength: float | Mapping[str, float] = 1.0) -> None:
         check_diagonal(fim)
         strengths = {name: s for name, s in _strengths(list(fim.sums), strength).items() if s}
-        given = _parameters(model)
+        given = parameters_of(model)
         advice = f"It was made for {fim.provenance.model or 'another model'}; fim.filter(...) selects parameters."
         shapes = {name: fim.sums[name].shape for name in strengths}
         tied = fim.provenance.tied
-        found = matched_shapes(shapes, {n: p.shape for n, p in given.items()}, tied, "fim", "a result", advice)
-        anchors = {n: given[there].detach().clone().to(promoted(given[there].dtype)) for n, there in found.items()}
+        found = matched_shapes(shapes, {n: p.shape for n, p in given.items()}, tied, "fim", RESULT, advice)
+        anchors = {
+            n: finite_values(given[there], n).clone().to(promoted(given[there].dtype)) for n, there in found.items()
+        }
         scale = fim.count / fim.divisor  # from what is per sample to the view
         self.importances: Mapping[str, Tensor] = {  # strength times F
             name: finite_mean(fim, name).to(anchor.device) * (scale * strengths[name])
@@ -129,10 +139,10 @@ class Consolidation(Scalable):
 
     def _found(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The model's parameters by the names that they have here."""
-        given = _parameters(model)
+        given = parameters_of(model)
         shapes, there = ({name: t.shape for name, t in d.items()} for d in (self.importances, given))
         advice = "A head that differs can be left out: strength={'head.*': 0, '*': 1}."
-        found = matched_shapes(shapes, there, self.tied, "model", "a model", advice)
+        found = matched_shapes(shapes, there, self.tied, "model", "one with the parameters of the penalty", advice)
         return {name: given[other] for name, other in found.items()}
 
     def _with(self, **changes: Any) -> Consolidation:
@@ -151,13 +161,6 @@ def consolidation_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) ->
     made.constant, made.tied = tensors["constant"], json.loads(head["tied"])
     made.reduction = check_reduction(head["reduction"], tokens=True)
     return made
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters, tied ones under each of their names."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
-    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _strengths(names: list[str], strength: float | Mapping[str, float]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.uses.covariance import output_covariances, unlabelled
-from neuromanifold.uses.matching import matched
+from neuromanifold.uses.matching import finite_mean, matched
 
 Method = Literal["probit", "linearised", "sampled"]
 _KNOWN: dict[str, type[Core]] = {"Categorical": Categorical, "Bernoulli": Bernoulli, "Gaussian": Gaussian}
@@ -307,6 +307,8 @@ class Laplace:
             raise ValueError(message("fim", "a result that was not scaled", f"one multiplied by {p.scale:g}", advice))
         if p.target.startswith("not a Fisher"):
             raise ValueError(message("fim", "a Fisher information", f"{p.estimator}: {p.target}"))
+        for name in self._fim.sums:
+            finite_mean(self._fim, name)
         self._check_weights()
 
     def _check_weights(self) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.model import plain_name
 from neuromanifold.results import DiagonalFisher
 
+RESULT = "a result of the same parameters as the model's"
 _SHOWN = 3  # differences that a message lists
 _ADVICE = "Make one with nm.fisher_diagonal(model, data), or read one with nm.load."
 
@@ -24,9 +26,15 @@ def matched(fim: DiagonalFisher, tensors: Mapping[str, Tensor], argument: str = 
     check_diagonal(fim, argument)
     shapes = {name: values.shape for name, values in fim.sums.items()}
     advice = f"It was made for {fim.provenance.model or 'another model'}; fim.filter(...) selects parameters."
-    return matched_shapes(
-        shapes, {name: t.shape for name, t in tensors.items()}, fim.provenance.tied, argument, "a result", advice
-    )
+    there = {name: t.shape for name, t in tensors.items()}
+    return matched_shapes(shapes, there, fim.provenance.tied, argument, RESULT, advice)
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by name, tied ones under each of their names."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def check_diagonal(fim: object, argument: str = "fim") -> DiagonalFisher:
@@ -39,10 +47,24 @@ def check_diagonal(fim: object, argument: str = "fim") -> DiagonalFisher:
 
 
 def finite_mean(fim: DiagonalFisher, name: str) -> Tensor:
-    """Return the entries of a parameter per sample, in float32 or better; what is infinite or no number is refused."""
+    """Return the entries of a parameter per sample, in float32 or better; what is no finite square is refused."""
     values = (fim.sums[name] / fim.count).to(torch.promote_types(fim.sums[name].dtype, torch.float32))
+    check_squares(values, "fim", repr(name))
+    return values
+
+
+def check_squares(values: Tensor, argument: str, where: str) -> None:
+    """Refuse infinities, NaN and negative numbers in a diagonal."""
+    if not bool(((values >= 0) & (values < math.inf)).all()):
+        advice = "Were outputs finite on all data?"
+        raise ValueError(message(argument, "finite and not negative", f"other numbers in {where}", advice))
+
+
+def finite_values(parameter: Tensor, name: str) -> Tensor:
+    """Return a parameter's values without a graph; infinities and NaN are refused."""
+    values = parameter.detach()
     if not bool(values.isfinite().all()):
-        raise ValueError(message("fim", "finite", f"infinities or NaN in {name!r}", "Were outputs finite on all data?"))
+        raise ValueError(message("model", "of finite parameters", f"infinities or NaN in {name!r}"))
     return values
 
 
@@ -51,7 +73,7 @@ def matched_shapes(
     there: Mapping[str, Sequence[int]],
     tied: Mapping[str, str],
     argument: str,
-    noun: str,
+    expected: str,
     advice: str,
 ) -> dict[str, str]:
     """Return for each name of `shapes` the one that it has `there`; raise an error that lists the first differences."""
@@ -67,7 +89,7 @@ def matched_shapes(
         else:
             found[name] = other
     if wrong:
-        raise ValueError(message(argument, f"{noun} of the same parameters as the model's", first_of(wrong), advice))
+        raise ValueError(message(argument, expected, first_of(wrong), advice))
     return found
 
 

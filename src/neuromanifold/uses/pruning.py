@@ -54,7 +54,9 @@ class PruningPlan:
         """
         given = dict(model.named_parameters())
         shapes, there = ({n: t.shape for n, t in d.items()} for d in (self.masks, given))
-        names = matched_shapes(shapes, there, self.tied, "model", "a model", "Is it pruned already?")
+        names = matched_shapes(
+            shapes, there, self.tied, "model", "one with the parameters of the plan", "Is it pruned already?"
+        )
         for name, mask in self.masks.items():
             path, _, attribute = names[name].rpartition(".")
             module = model.get_submodule(path)
@@ -102,7 +104,7 @@ def plan_pruning(
     """
     one_of(scope, "scope", "global", "layer")
     one_of(score, "score", "fisher", "magnitude")
-    pattern = re.fullmatch(r"(\d+):(\d+)", str(structure))
+    pattern = re.fullmatch(r"(\d+):([1-9]\d*)", str(structure))
     if pattern is None:
         one_of(structure, "structure", "entries", "rows", "heads", "2:4")
     if not 0 <= finite_number(sparsity, "sparsity") < 1:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from neuromanifold.core.checks import finite_number, message
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.table import TOTAL, text_table
-from neuromanifold.uses.weights import weights_named, weights_of
+from neuromanifold.uses.matching import first_of
+from neuromanifold.uses.weights import Weight, weights_named, weights_of
 
 _KNOWN = "int2g32 to int8g128 (bits and group), int2 to int7 (groups of 32), int8 (per channel), fp8, bf16 or fp16"
 
@@ -100,11 +101,19 @@ class QuantizationPlan:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Round the model's weights in place to what their formats store, and return it (dtypes stay)."""
+        weights = weights_named(model, list(self.formats))
+        if wrong := [f"{w.name} of shape {list(w.parameter.shape)}" for w in weights if self._differs(w)]:
+            raise ValueError(message("model", "the model that the plan was made for", first_of(wrong)))
         with torch.no_grad():
-            for weight in weights_named(model, list(self.formats)):
+            for weight in weights:
                 rounded = parse_format(self.formats[weight.name]).rounded(weight.matrix(weight.parameter).float())
                 weight.parameter.copy_(weight.restored(rounded))
         return model
+
+    def _differs(self, weight: Weight) -> bool:
+        """Whether a weight has another size than when the plan was made."""
+        size = parse_format(self.formats[weight.name]).size(weight.matrix(weight.parameter))
+        return weight.parameter.numel() != self.entries[weight.name] or size != self.sizes[weight.name]
 
     def __str__(self) -> str:
         rows = []

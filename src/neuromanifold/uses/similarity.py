@@ -97,7 +97,10 @@ def task_distance(
     one_of(metric, "metric", *METRICS)
     if isinstance(a, DiagonalFisher) or isinstance(b, DiagonalFisher):
         return _distance(check_diagonal(a, "a"), check_diagonal(b, "b"), metric)
-    parts = list(a), list(b)
+    if not isinstance(a, Sequence) or not isinstance(b, Sequence):
+        got = f"{type(a).__name__} and {type(b).__name__}"
+        raise TypeError(message("a and b", "nm.DiagonalFishers, or lists of them", got))
+    parts = [check_diagonal(one, "a") for one in a], [check_diagonal(one, "b") for one in b]
     if min(map(len, parts)) < 2:
         got = " and ".join(str(len(one)) for one in parts)
         raise ValueError(message("a and b", "a result each, or two or more parts each", got))
@@ -118,7 +121,7 @@ def _distance(a: DiagonalFisher, b: DiagonalFisher, metric: str) -> TaskDistance
     """The distance of two results, its error by the delta method."""
     shapes, there = ({name: values.shape for name, values in one.sums.items()} for one in (a, b))
     advice = "Select those that both have with .filter(...); the network must be the same."
-    names = matched_shapes(shapes, there, b.provenance.tied, "b", "a result", advice)
+    names = matched_shapes(shapes, there, b.provenance.tied, "b", "a result of the same parameters as a", advice)
     if len(b) != len(a):
         extra = next(name for name in b if name not in names.values())
         raise ValueError(message("b", "a result of the same parameters as a", f"{extra} as well", advice))

@@ -26,7 +26,7 @@ from neuromanifold.problem.model import plain_name
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.naming import layers as layers_of
 from neuromanifold.results.table import TOTAL, text_table
-from neuromanifold.uses.matching import finite_mean, matched
+from neuromanifold.uses.matching import finite_mean, finite_values, matched, parameters_of
 from neuromanifold.uses.weights import weights_of
 
 
@@ -97,6 +97,7 @@ class LoraPlan:
 
     def config(self, scaling: float = 2.0) -> dict[str, Any]:
         """Return arguments for `peft.LoraConfig`, with lora_alpha = scaling · rank in every module."""
+        finite_number(scaling, "scaling", positive=True)
         alphas = {name: scaling * rank for name, rank in self.ranks.items()}
         own = {"target_modules": list(self.ranks), "rank_pattern": dict(self.ranks), "alpha_pattern": alphas}
         return {"r": self.rank, "lora_alpha": scaling * self.rank, **own}
@@ -119,12 +120,12 @@ def plan_tuning(model: nn.Module, fim: DiagonalFisher, share: float = 0.3, by: s
     one_of(by, "by", "mean", "trace", "relative")
     if not 0 < finite_number(share, "share") <= 1:
         raise ValueError(message("share", "above 0 and at most 1", repr(share)))
-    given = dict(model.named_parameters())
+    given = parameters_of(model)
     names, scores = matched(fim, given), dict[str, LayerScore]()
     for layer, members in layers_of(names).items():
         trace = relative = 0.0
         for name in members:
-            fisher, values = finite_mean(fim, name).double(), given[names[name]].detach().double()
+            fisher, values = finite_mean(fim, name).double(), finite_values(given[names[name]], name).double()
             trace += float(fisher.sum())
             relative += float((fisher * values.to(fisher.device).square()).sum())
         scores[layer] = LayerScore(tuple(members), sum(fim.sums[n].numel() for n in members), trace, relative)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from neuromanifold.core.checks import message
 from neuromanifold.problem.model import base_model, plain_name
 from neuromanifold.results import DiagonalFisher
-from neuromanifold.uses.matching import finite_mean, first_of, matched, selected
+from neuromanifold.uses.matching import finite_mean, finite_values, first_of, matched, parameters_of, selected
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ATTENTION = (  # ends of names of output projections
@@ -57,14 +57,14 @@ class Weight:
 
 def weights_of(model: nn.Module, fim: DiagonalFisher, parameters: str | Sequence[str] | None) -> list[Weight]:
     """Return the parameters that match; by default those with two or more dimensions that are no embeddings."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    parameters_of(model)
     names = matched(fim, dict(model.named_parameters()))
     found = []
     for name in list(names) if parameters is None else selected(list(names), parameters):
         weight = _weight(model, name, names[name], fim)
         single = weight.parameter.ndim < 2 or isinstance(weight.module, nn.Embedding | nn.EmbeddingBag)
         if parameters is not None or not single:
+            finite_values(weight.parameter, name)
             found.append(weight)
     if not found:
         expected = "a result with weights of two dimensions or more, other than embeddings"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.progress import tracked
-from neuromanifold.results.files import FileError, check_destination
+from neuromanifold.results.files import FORMAT, FileError, check_destination
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -73,7 +73,7 @@ def source_of(model: object, argument: str = "model") -> TensorSource:
     return from_files([path], str(model), None)
 
 
-def from_files(files: Iterable[Path], about: str, folder: Path | None) -> TensorSource:
+def from_files(files: Iterable[Path], about: str, folder: Path | None, results: bool = False) -> TensorSource:
     """Return the tensors of safetensors files, of which only the headers are read now."""
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -81,6 +81,9 @@ def from_files(files: Iterable[Path], about: str, folder: Path | None) -> Tensor
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
+                head = file.metadata() or {}
+                if head.get("format") == FORMAT and not results:
+                    raise ValueError(message("models", "files of weights", f"{path}, a result ({head.get('kind')})"))
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     part = file.get_slice(name)
                     if part.get_dtype() not in _DTYPES:
@@ -149,13 +152,14 @@ def write_checkpoint(
     All files of `configuration` but weights and its model card are copied; `notes` become merge.json.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(message("output", "a new folder, or an empty one", f"{folder}, which has files"))
+        got = f"{folder}, which has files" if folder.is_dir() else f"{folder}, a file"
+        raise FileExistsError(message("output", "a new folder, or an empty one", got))
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > shard_size:
             shards.append([])
         shards[-1].append(name)
-    check_destination(folder.parent / f".{folder.name}.", sum(sizes.values()))
+    check_destination(folder.parent / f"{folder.name}.aside", sum(sizes.values()))
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as aside:
         made = Path(aside) / folder.name
         made.mkdir()

@@ -27,7 +27,7 @@ from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.diagonal import diagonal_from_file
 from neuromanifold.results.files import load_tensors
 from neuromanifold.results.table import text_table
-from neuromanifold.uses.matching import check_diagonal, first_of, matched_shapes
+from neuromanifold.uses.matching import RESULT, check_diagonal, check_squares, first_of, matched_shapes
 from neuromanifold.uses.merging.checkpoints import TensorSource, from_files, parse_size, source_of, write_checkpoint
 
 METHODS = ("fisher", "average", "task-arithmetic", "ties")
@@ -48,8 +48,7 @@ class _Importance(NamedTuple):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         values = self.sums[self.names[name]].to(dtype) / self.fim.divisor
-        if not bool(values.isfinite().all()):
-            raise ValueError(message("fishers", "finite", f"infinities or NaN in {name!r} of {self.sums.about}"))
+        check_squares(values, "fishers", f"{name!r} of {self.sums.about}")
         return values
 
 
@@ -90,6 +89,9 @@ class Merged(Mapping[str, Tensor]):
                 merged = start + self.scale * self._elected(changes, importances)
             else:
                 merged = start + self.scale * sum(w * c for w, c in zip(self.weights, changes, strict=True))
+        if bool(merged.isnan().any()):
+            which = [s.about for s, t in zip(self.models, tensors, strict=True) if bool(t.isnan().any())]
+            raise ValueError(message("models", "free of NaN", f"NaN in {name!r} of {first_of(which) or 'the result'}"))
         return merged.to(first.dtype)
 
     def _elected(self, changes: list[Tensor], importances: list[Tensor | None]) -> Tensor:
@@ -267,7 +269,7 @@ def _importances(
         shapes = {name: sums.shapes[prefix + name] for name in fim.sums}
         advice = f"It was made for {fim.provenance.model or 'another model'}; is the order that of the models?"
         tied = fim.provenance.tied
-        there = matched_shapes(shapes, source.shapes, tied, f"fishers[{i}]", "a result", advice)
+        there = matched_shapes(shapes, source.shapes, tied, f"fishers[{i}]", RESULT, advice)
         names = {model: prefix + name for name, model in there.items()}
         names |= {alias: prefix + held for alias, held in tied.items() if alias in source.shapes and held in there}
         found.append(_Importance(fim, sums, names))
@@ -288,7 +290,7 @@ def _opened(fisher: DiagonalFisher | str | Path, argument: str) -> tuple[Diagona
     if head.get("kind") != "diagonal":
         expected = "a diagonal (nm.fisher_diagonal and `neuromanifold estimate` make one)"
         raise ValueError(message(argument, expected, f"{fisher}, a {head.get('kind')}"))
-    sums = from_files([Path(fisher)], str(fisher), None)
+    sums = from_files([Path(fisher)], str(fisher), None, results=True)
     empty = {name: torch.empty(shape, device="meta") for name, shape in sums.shapes.items()}
     return check_diagonal(diagonal_from_file(empty, head), argument), sums, "sum/"
 

@@ -5,6 +5,7 @@ Neither library is imported before it is asked for.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ class FisherRecorder:
         if iter(data) is data:
             advice = "It is gone through again and again. Pass list(data)."
             raise TypeError(message("data", "a list, a DataLoader or another iterable", "an iterator", advice))
+        inspect.signature(fisher_diagonal).bind(None, data, **arguments)  # fails now, not in the middle of training
         self.data, self.arguments = data, arguments
         self.every = integer_in_range(every, "every", 1, 2**62, "steps of training")
         self.folder = None if folder is None else Path(folder)
+        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(message("folder", "a folder, or a new one", f"{self.folder}, a file"))
         self.history: list[dict[str, float]] = []
         """For each record the step, `fisher/trace`, its `fisher/stderr` and the result's `fisher/relative_error`."""
 

@@ -74,6 +74,9 @@ class FisherOptimizer(Optimizer):
         places = [(group, p) for group in self.param_groups for p in group["params"] if p.requires_grad]
         number = max(group["updates"] for group in self.param_groups)
         for squares in self._probes.squares(logits, [p for _, p in places], number, mask=mask):
+            if all(square is None for square in squares):
+                got = "a graph without any of them"
+                raise ValueError(message("logits", "outputs of a model whose parameters the optimizer has", got))
             for (group, p), square in zip(places, squares, strict=True):  # a single pass
                 fisher = self._tensor(p, "fisher").mul_(group["fisher_decay"])
                 if square is not None:
@@ -118,6 +121,10 @@ class FisherOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its averages keep their precision, where torch would cast them to the parameters'."""
+        for group in state_dict["param_groups"]:
+            if missing := sorted(self.defaults.keys() - group.keys()):
+                got = f"one without {', '.join(missing[:3])}"
+                raise ValueError(message("state_dict", f"a state of {type(self).__name__}", got))
         super().load_state_dict(state_dict)
         given = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
