@@ -294,7 +294,8 @@ def main() -> None:
         f"{table(header, rows)}\n\nError: relative, in Frobenius norm, to the dense blocks of a small network, mean "
     )
     text += f"± standard deviation over {seeds} seeds. Time: processor time over {BASELINE} ({baselines}) of a larger "
-    text += f"network, medians of {repeats} turns. Ours include eigenvectors; curvlinops' KFAC has none. MiB: peak memory above that before the run.\n\nOur exact results "
+    text += f"network, medians of {repeats} turns. Ours include eigenvectors; "
+    text += "curvlinops' KFAC has none. MiB: peak memory above that before the run.\n\nOur exact results "
     text += f"against those of curvlinops, in float64:\n\n{table(['', '', 'relative difference'], same)}"
     if options.quick or options.only:
         print(text)
