@@ -82,7 +82,7 @@ class ParameterLayout:
         if isinstance(v, Mapping):
             self._check_names(v, argument)
             return self.flatten(v, dtype, device)[:, None], lambda block: self.split(block[:, 0])
-        if isinstance(v, (list, tuple)):
+        if isinstance(v, (list, tuple)) and all(isinstance(one, Tensor) for one in v):
             if len(v) != len(self.shapes):
                 raise ValueError(message(argument, f"{len(self.shapes)} tensors, one for each parameter", f"{len(v)}"))
             columns, again = self.read(dict(zip(self.shapes, v, strict=True)), argument, dtype, device)
