@@ -65,6 +65,7 @@ def test_show_a_kronecker_factored_result(tmp_path: Path) -> None:
     said = good("show", tmp_path / "k.safetensors")
     assert "eigenvalues corrected, 5 samples" in said
     assert "Kronecker 3 x 5" in said
+    assert "show" in bad("report", tmp_path / "k.safetensors", "-o", tmp_path / "page.html")
 
 
 def test_compare_says_how_far_for_each_component(files: list[Path]) -> None:

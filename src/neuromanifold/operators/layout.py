@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from torch import Tensor
 from neuromanifold.core.checks import message
 from neuromanifold.results.naming import layers
 
-Vector = Tensor | Mapping[str, Tensor] | NDArray[Any]
+Vector = Tensor | Mapping[str, Tensor] | Sequence[Tensor] | NDArray[Any]
 V = TypeVar("V", bound=Vector)
 
 
@@ -82,10 +82,17 @@ class ParameterLayout:
         if isinstance(v, Mapping):
             self._check_names(v, argument)
             return self.flatten(v, dtype, device)[:, None], lambda block: self.split(block[:, 0])
+        if isinstance(v, (list, tuple)) and all(isinstance(one, Tensor) for one in v):
+            if len(v) != len(self.shapes):
+                raise ValueError(message(argument, f"{len(self.shapes)} tensors, one for each parameter", f"{len(v)}"))
+            columns, again = self.read(dict(zip(self.shapes, v, strict=True)), argument, dtype, device)
+            return columns, lambda block: list(again(block).values())
         if isinstance(v, np.ndarray):
             columns, again = self.read(torch.as_tensor(v.copy()), argument, dtype, device)  # strides, read-only memory
             return columns, lambda block: again(block).cpu().numpy()
-        expected = f"a tensor or array of shape [{self.size}] or [{self.size}, m], or a dict by parameter name"
+        expected = (
+            f"a tensor or array of shape [{self.size}] or [{self.size}, m], or a dict by parameter name, or a list"
+        )
         if not isinstance(v, Tensor):
             raise TypeError(message(argument, expected, type(v).__name__))
         if v.is_complex():

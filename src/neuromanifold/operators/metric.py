@@ -32,7 +32,15 @@ from neuromanifold.core.checks import (
 )
 from neuromanifold.operators.krylov import Eigenpairs, conjugate_gradients, top_eigenpairs
 from neuromanifold.operators.layout import ParameterLayout, V, Vector
-from neuromanifold.operators.stochastic import Estimate, check_method, stochastic_diagonal, stochastic_log_determinant
+from neuromanifold.operators.stochastic import (
+    Estimate,
+    SpectralDensity,
+    check_method,
+    spectral_density,
+    stochastic_diagonal,
+    stochastic_log_determinant,
+    stochastic_trace,
+)
 from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
@@ -187,17 +195,31 @@ class Metric(ABC):
         return self.estimate_trace()
 
     def estimate_trace(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> TraceEstimate:
-        """tr F from products with random vectors, by "hutchinson" or "hutch++", with its standard error.
+        """tr F from products with random vectors, by "hutchinson", "hutch++" or "xtrace", with its standard error.
 
         For comparison: `nm.fisher_trace` has its probes on the outputs, and needs one backward pass over the data.
         """
-        value, stderr = (float(number) * self._divisor for number in self._stochastic(method, products, seed)[1])
+        if method == "xtrace":
+            products = integer_in_range(products, "products", 4, 10**9, "xtrace takes at least 4")
+            found = stochastic_trace(self._scaled, self._like(), min(products, 2 * self.layout.size), random_seed(seed))
+        else:
+            found = self._stochastic(method, products, seed)[1]
+        value, stderr = (float(number) * self._divisor for number in found)
         provenance = Provenance(f"{method} with {products} products", "unbiased", seeds=[seed])
         return TraceEstimate(value, stderr, self.count, provenance, self.reduction)
 
     def estimate_diagonal(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> Estimate:
         """diag F [P] from products with random vectors; for comparison with `nm.fisher_diagonal`."""
         return self._stochastic(method, products, seed)[0]
+
+    def spectral_density(self, probes: int = 8, steps: int = 30, seed: int = 0) -> SpectralDensity:
+        """Return where the eigenvalues are, by Lanczos quadrature: `steps` products with a block of `probes` columns.
+
+        `density.values` and `density.weights` [probes, steps]; `density(points, width)` is smoothed.
+        """
+        probes = integer_in_range(probes, "probes", 1, 10**9, "random vectors")
+        steps = min(integer_in_range(steps, "steps", 1, 10**9, "products with a block"), self.layout.size)
+        return spectral_density(self._scaled, self._like(), probes, steps, random_seed(seed))
 
     def estimate_log_determinant(self, damping: float, probes: int = 8, steps: int = 30, seed: int = 0) -> Estimate:
         """log det(F + damping I) by Lanczos quadrature: `steps` products with a block of `probes` columns.

@@ -9,19 +9,22 @@ for batch in data:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
-from neuromanifold.core.checks import Reduction, check_reduction, message
-from neuromanifold.estimators import Estimator, Lower, Upper
+from neuromanifold.core.checks import Reduction, check_reduction, message, random_seed
+from neuromanifold.estimators import Empirical, Estimator, Lower, MonteCarlo, SquaredBatchGradient, Upper
 from neuromanifold.estimators.envelopes import Envelope, check_envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.causal import ShiftLabels
+from neuromanifold.problem.cotangents import batch_seed
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
@@ -46,19 +49,30 @@ def fisher_operator(
     ignore_index: int = -100,
     label_key: str = "labels",
     shift_labels: ShiftLabels = "auto",
+    estimator: Estimator | None = None,
+    seed: int = 0,
 ) -> FisherOperator:
     """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact, matrix-free, one pass over the data for each product.
 
     Arguments as in `fisher_diagonal`, but `data` is gone through again and again, and must give the same batches each
     time.  `envelope`: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.  The model is evaluated
     anew with each product, so train it between products and F is that of the new parameters.
+
+    `estimator`: None for M itself; `nm.Empirical()` or `nm.MonteCarlo(k)` for Σ_n g_n g_nᵀ with the scores of given or
+    of drawn labels, summed over the positions of a sample.  Draws depend on `seed` and the batch's number alone, so
+    that all products are with the same matrix.
     """
     middle, view = envelope_product(envelope), check_reduction(reduction)
+    known = isinstance(estimator, (Empirical, MonteCarlo)) and not isinstance(estimator, SquaredBatchGradient)
+    if estimator is not None and (not known or envelope is not None):
+        expected = "None with an envelope" if envelope is not None else "None, nm.Empirical() or nm.MonteCarlo(k)"
+        raise ValueError(message("estimator", expected, repr(estimator)))
     refuse_a_part(data, "fisher_operator")
     problem = Problem.of(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
-    return FisherOperator(problem, middle, reduction=view, progress=progress)
+    chosen = middle if estimator is None else None
+    return FisherOperator(problem, chosen, estimator, view, progress=progress, seed=random_seed(seed))
 
 
 def envelope_product(envelope: Envelope | None) -> Middle:
@@ -77,14 +91,16 @@ class FisherOperator(Metric):
     def __init__(
         self,
         problem: Problem,
-        middle: Middle,
+        middle: Middle | None,
         estimator: Estimator | None = None,
         reduction: Reduction = "mean",
         *,
         progress: bool = False,
+        seed: int = 0,
     ) -> None:
         """Make the operator Σ_x Jᵀ middle(x) J for any symmetric matrix in the middle.
 
+        Without `middle`, that is Σ_k u_k u_kᵀ with the cotangents u_k of a sample by the estimator.
         `middle` gets labels where the data have them; an estimator that needs labels makes them mandatory.
         """
         self.problem, self.middle, self.reduction = problem, middle, reduction
@@ -92,7 +108,8 @@ class FisherOperator(Metric):
         self.layout, self.device = ParameterLayout.of(problem.parameters), problem.device
         exact = any(parameter.dtype == torch.float64 for parameter in problem.parameters.values())
         self.precision = torch.float64 if exact else torch.float32
-        self._count: list[int] = []  # shared by views
+        self._seed = seed
+        self._count: list[int] = []  # of samples and of positions; shared by views
         self._carries_state = False  # whether a forward pass changes buffers or attributes of the model
         self._jacobian = JacobianProducts(problem.model, problem.parameters)
         self._choose_method()
@@ -107,9 +124,39 @@ class FisherOperator(Metric):
         """The number of samples; before the first product this takes a pass of forward evaluations."""
         if not self._count:
             with self.problem.session():
-                samples = (self.problem.outputs(batch, self._estimator).samples for batch in self._batches)
-                self._set_count(sum(map(int, samples)))
+                counts = [0, 0]
+                for batch in self._batches:
+                    outputs = self.problem.outputs(batch, self._estimator)
+                    counts = [counts[0] + int(outputs.samples), counts[1] + int(outputs.positions)]
+                self._set_count(*counts)
         return self._count[0]
+
+    @property
+    def positions(self) -> int:
+        """The number of distributions: as many as samples, or tokens, or pixels; counted like `count`."""
+        return self._count[1] if self.count else 0
+
+    def block(self, names: str | Sequence[str]) -> FisherOperator:
+        """Return the operator of some of the parameters, in the order asked for.
+
+        Names are those of parameters or of layers, or patterns such as "encoder.*".
+        """
+        wanted, chosen = [names] if isinstance(names, str) else list(names), dict[str, nn.Parameter]()
+        for one in wanted:
+            own = {
+                name: parameter
+                for name, parameter in self.problem.parameters.items()
+                if fnmatchcase(name, one) or name.startswith(f"{one}.")
+            }
+            if not own:
+                got = f"{one!r}, which matches none of {list(self.layout.shapes)[:4]} ..."
+                raise ValueError(message("names", "names or patterns of parameters or layers", got))
+            chosen |= {name: parameter for name, parameter in own.items() if name not in chosen}
+        if not chosen:
+            raise ValueError(message("names", "at least one name", "none"))
+        problem = replace(self.problem, parameters=chosen)
+        options = {"progress": self._progress, "seed": self._seed}
+        return FisherOperator(problem, self.middle, self._estimator, self.reduction, **options)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.reduction}, {self.layout.size:,} parameters, by {self.method})"
@@ -122,31 +169,40 @@ class FisherOperator(Metric):
         total = torch.zeros_like(block.mT, memory_format=torch.contiguous_format)
         sizes = total.new_zeros(len(total), 2)
         samples: int | Tensor = 0
+        positions: int | Tensor = 0
         rows, validation = block.mT.contiguous(), self.problem.validation()
         places = self.layout.slices.items()
         vectors = [rows[:, place].view(len(rows), *self.layout.shapes[name]) for name, place in places]
         with self.problem.session():
             for batch in self._batches.batches(progress=self._progress):
-                samples = samples + self._add(batch, vectors, total, sizes, validation)
+                outputs = self._add(batch, vectors, total, sizes, validation)
+                if outputs is not None:
+                    samples, positions = samples + outputs.samples, positions + outputs.positions
         validation.flush()
         self._jacobian.compare(rows, total, sizes)
-        self._set_count(int(samples))
+        self._set_count(int(samples), int(positions))
         return total.mT
 
     def _add(
         self, batch: Batch, vectors: Sequence[Tensor], sums: Tensor, sizes: Tensor, validation: LateValidation
-    ) -> int | Tensor:
-        """Add one batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its samples."""
-        seen: tuple[Outputs, Distributions] | None = None  # the columns of a block have the same outputs
+    ) -> Outputs | None:
+        """Add one batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its outputs."""
+        seen: tuple[Outputs, Distributions, list[Tensor]] | None = None  # the columns of a block have the same outputs
 
         def to_cotangent(outputs: Outputs, tangent: Tensor) -> Tensor:
             nonlocal seen
             if seen is None or seen[0] is not outputs:
-                seen = (outputs, self.problem.distributions(outputs, validation))
-            core, labels = seen[1]
-            v = outputs.select(tangent).to(core.dtype)
-            with torch.autocast(v.device.type, enabled=False):
-                return outputs.scatter(self.middle(core, labels, v))
+                found = self.problem.distributions(outputs, validation)
+                seen = outputs, found, [] if self.middle else self._cotangents(outputs, found)
+            (core, labels), drawn = seen[1:]
+            with torch.autocast(tangent.device.type, enabled=False):
+                if self.middle is not None:
+                    return outputs.scatter(self.middle(core, labels, outputs.select(tangent).to(core.dtype)))
+                u = torch.zeros_like(tangent, dtype=core.dtype)
+                for one in drawn:  # u uᵀ of each sample, over all of its positions
+                    along = (one * tangent).flatten(1).sum(1)
+                    u += one * along.view(-1, *[1] * (u.ndim - 1))
+                return u
 
         restore = model_states(self.problem.model) if self._carries_state else None
 
@@ -160,7 +216,15 @@ class FisherOperator(Metric):
                 if g is not None:
                     sums[which, place] += g.reshape(len(g), place.stop - place.start).to(sums)
             sizes[which] += size.to(sizes)
-        return seen[0].samples if seen else 0
+        return seen[0].detached() if seen else None
+
+    def _cotangents(self, outputs: Outputs, found: Distributions) -> list[Tensor]:
+        """Return the estimator's cotangents [B, ..., C] of a batch, which are the same in each product."""
+        assert self._estimator is not None
+        core, labels = found
+        generator = torch.Generator(core.device).manual_seed(batch_seed(self._seed, outputs.number))
+        with torch.no_grad():
+            return [outputs.scatter(rows) for rows in self._estimator.cotangents(core, labels, generator)]
 
     def _choose_method(self) -> None:
         """Choose the method for J v on the first batch that is not empty; a single sample says nothing of mixing."""
@@ -178,14 +242,14 @@ class FisherOperator(Metric):
                 if enough:
                     return
         if not chosen:
-            self._set_count(0)
+            self._set_count(0, 0)
 
     def _evaluate(self, batch: Batch) -> Outputs:
         return self.problem.evaluate(batch, self._estimator)
 
-    def _set_count(self, samples: int) -> None:
+    def _set_count(self, samples: int = 0, positions: int = 0) -> None:
         if not samples:
             got = "none in one pass over it" if self._count else "none"
             advice = "Ignored samples do not count."
             raise ValueError(message("data", "an iterable with at least one sample", got, advice))
-        self._count[:] = [samples]
+        self._count[:] = [samples, positions]

@@ -11,7 +11,7 @@ from torch import Tensor
 from neuromanifold.core.checks import integer_in_range, one_of, warn
 from neuromanifold.operators.krylov import Product, orthonormal, times
 
-Method = Literal["hutchinson", "hutch++"]
+Method = Literal["hutchinson", "hutch++"]  # of the diagonal and the trace; "xtrace" for the trace alone
 
 
 class Estimate(NamedTuple):
@@ -57,14 +57,75 @@ def stochastic_diagonal(
     return _estimate(samples, exact), _estimate(samples.sum(0), exact.sum())
 
 
+def stochastic_trace(product: Product, like: Tensor, products: int, seed: int) -> Estimate:
+    """XTrace (Epperly, Tropp and Webber 2024): tr F from k = `products`/2 random signs, each used in both roles.
+
+    With Y = F Ω and Q an orthonormal basis of it, leaving out ω_i leaves the space Q_i = Q (I - s_i s_iᵀ), where s_i is
+    column i of R⁻ᵀ, normalised, and Y = Q R.  The mean over i, of which each is unbiased, of
+
+        tr Q_iᵀ F Q_i + w_iᵀ F w_i,        w_i = (I - Q_i Q_iᵀ) ω_i
+
+    takes out k - 1 eigenvectors with k + k products.
+    """
+    signs = sign_columns(like, products // 2, torch.Generator(like.device).manual_seed(seed))
+    images = product(signs)
+    basis, triangle = (one.double() for one in torch.linalg.qr(images))
+    inside = basis.mT @ product(basis.to(like)).double()  # Qᵀ F Q
+    trace, sizes = inside.diagonal().sum(), triangle.diagonal().abs()
+    if float(sizes.min()) <= 10 * torch.finfo(like.dtype).eps * len(like) ** 0.5 * float(sizes.max()):
+        return Estimate(trace, torch.zeros_like(trace))  # the range of F is exhausted
+    eye = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
+    left_out = torch.linalg.solve_triangular(triangle.mT, eye, upper=False)  # s_i as columns
+    left_out = left_out / torch.linalg.vector_norm(left_out, dim=0)
+    signs, images = signs.double(), images.double()
+    parts = basis.mT @ signs
+    parts = parts - left_out * (left_out * parts).sum(0)  # Qᵀ Q_i Q_iᵀ ω_i
+    rest = (signs * images).sum(0) - 2 * (parts * (basis.mT @ images)).sum(0) + (parts * (inside @ parts)).sum(0)
+    return _estimate(trace - (left_out * (inside @ left_out)).sum(0) + rest, torch.zeros_like(trace))
+
+
+class SpectralDensity(NamedTuple):
+    """The eigenvalues of F as a few values and how many eigenvalues each stands for, [probes, steps] each.
+
+    The rows are those of single probes: Σ weights f(values)/probes is unbiased for tr f(F), for polynomials f up to the
+    degree 2 steps - 1.
+    """
+
+    values: Tensor
+    weights: Tensor
+
+    def __call__(self, points: Tensor, width: float) -> Tensor:
+        """Return the density at some points, the mean over probes, smoothed by Gaussians of a width."""
+        distance = (points.to(self.values)[:, None] - self.values.flatten()) / width
+        kernel = distance.square().mul(-0.5).exp() / (width * math.sqrt(2 * math.pi))
+        return kernel @ self.weights.flatten() / len(self.values)
+
+
+def spectral_density(product: Product, like: Tensor, probes: int, steps: int, seed: int) -> SpectralDensity:
+    """Return nodes and weights of Lanczos quadrature from random signs: `steps` products for all probes at once.
+
+    Each probe ξ gives a tridiagonal matrix, whose eigenvalues θ and first components τ of eigenvectors are the nodes
+    and weights of P Σ τ² f(θ) ≈ ξᵀ f(F) ξ.
+    """
+    nodes, vectors = torch.linalg.eigh(_tridiagonal(product, like, probes, steps, seed))
+    return SpectralDensity(nodes, len(like) * vectors[:, 0].square())
+
+
 def stochastic_log_determinant(
     product: Product, like: Tensor, damping: float, probes: int, steps: int, seed: int
 ) -> Estimate:
     """log det(F + damping I) = tr log(F + damping I), by Lanczos quadrature from random signs (Ubaru et al. 2017).
 
-    `steps` products for all probes at once.  Each probe ξ gives a tridiagonal matrix, whose eigenvalues θ and first
-    components τ of eigenvectors are the nodes and weights of P Σ τ² log(θ + damping) ≈ ξᵀ log(F + damping I) ξ.
+    `steps` products for all probes at once, as for the spectral density.
     """
+    nodes, weights = spectral_density(product, like, probes, steps, seed)
+    warn_below_rounding(damping, float(nodes.max()), like.dtype)
+    samples = (weights * (nodes.clamp(min=0) + damping).log()).sum(1)
+    return _estimate(samples, torch.zeros((), dtype=torch.float64, device=like.device))
+
+
+def _tridiagonal(product: Product, like: Tensor, probes: int, steps: int, seed: int) -> Tensor:
+    """Return the tridiagonal matrices [probes, steps, steps] of Lanczos' iteration from random signs."""
     size = len(like)
     now = sign_columns(like, probes, torch.Generator(like.device).manual_seed(seed)) / math.sqrt(size)
     before, beta = torch.zeros_like(now), torch.zeros(probes, dtype=like.dtype, device=like.device)
@@ -82,10 +143,7 @@ def stochastic_log_determinant(
         before, now = now, torch.where(ended, 0.0, image / torch.where(ended, 1.0, beta))
         if i + 1 < steps:
             small[:, i, i + 1] = small[:, i + 1, i] = beta.double()
-    nodes, vectors = torch.linalg.eigh(small)
-    warn_below_rounding(damping, float(nodes.max()), like.dtype)
-    samples = size * (vectors[:, 0].square() * (nodes.clamp(min=0) + damping).log()).sum(1)
-    return _estimate(samples, torch.zeros((), dtype=torch.float64, device=like.device))
+    return small
 
 
 def warn_below_rounding(damping: float, largest: float, dtype: torch.dtype) -> None:

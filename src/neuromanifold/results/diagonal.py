@@ -275,5 +275,6 @@ def load_diagonal(path: str | Path) -> DiagonalFisher:
     result = load(path)
     if not isinstance(result, DiagonalFisher):
         expected = "a diagonal (nm.fisher_diagonal and `neuromanifold estimate` make one)"
-        raise ValueError(message("path", expected, f"{path}, a {type(result).__name__}"))
+        advice = f"`neuromanifold show {path}` prints it."
+        raise ValueError(message("path", expected, f"{path}, a {type(result).__name__}", advice))
     return result

@@ -31,6 +31,7 @@ from neuromanifold.run.counts import Counts, coarsest
 from neuromanifold.run.dealing import Chain, Dealing, Distributed, agree
 from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.interrupts import Interrupts, OnInterrupt
+from neuromanifold.run.methods import Method
 from neuromanifold.run.processes import Processes, together
 from neuromanifold.run.step import Settings, Step
 from neuromanifold.run.windows import AdaptiveSteps
@@ -61,14 +62,17 @@ def run(
     *,
     enough: Enough | None = None,
     relative_error: Callable[[Counts], float | None] = lambda _: None,
+    method: Method | None = None,
 ) -> Counts:
     """Go through the data once; `enough` may end it early by giving a reason.
 
+    `method`: that of an earlier run of the same problem, so that what was found out there, and verified, is not again;
+    its passes and verified batches are counted with those of this run.
     With several processes, counts and sums are those of all of them at the end.
     """
     options = options or LoopOptions()
     with together(options.distributed is not False) as processes:
-        return _run(problem, settings, sums, options, processes, enough, relative_error)
+        return _run(problem, settings, sums, options, processes, enough, relative_error, method)
 
 
 def _run(
@@ -79,9 +83,11 @@ def _run(
     processes: Processes,
     enough: Enough | None,
     relative_error: Callable[[Counts], float | None],
+    method: Method | None,
 ) -> Counts:
-    counts, last, left = Counts(), -1, 0
-    step, inspected = Step(problem, settings, sums), False
+    counts, last = Counts(), -1
+    step = Step(problem, settings, sums, method)
+    inspected, left = step.method.passes > 0, step.method.left_to_autograd
     captures = options.cuda_graphs is True or (options.cuda_graphs == "auto" and problem.device.type == "cuda")
     one_by_one = CapturedSteps(step, sums, options.cuda_graphs) if captures else step
     dealing = Dealing(options.shard, settings.window, processes.rank, processes.world)

@@ -14,7 +14,7 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import batch_seed, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.run.methods import Granularity, choose_granularity, make_method
+from neuromanifold.run.methods import Granularity, Method, choose_granularity, make_method
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ class Settings:
 class Step:
     """Forward and backward passes for a batch, whose noise depends on the seed and the batch's number alone."""
 
-    def __init__(self, problem: Problem, settings: Settings, sums: GradientSums) -> None:
+    def __init__(self, problem: Problem, settings: Settings, sums: GradientSums, method: Method | None = None) -> None:
+        """`method`: that of an earlier run of the same problem, with what it knows of the model."""
         self.problem, self.settings, self.sums = problem, settings, sums
         self.generator = torch.Generator(problem.device)
         self.validation = problem.validation()
         tokens = isinstance(sums, DiagonalSums)  # others keep one gradient for each sample
-        self.method = make_method(problem, settings.estimator, settings.granularity, tokens=tokens)
+        self.method = method or make_method(problem, settings.estimator, settings.granularity, tokens=tokens)
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run forward and backward for a batch, and accumulate its squares."""

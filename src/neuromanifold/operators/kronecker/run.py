@@ -31,6 +31,7 @@ from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.fisher import loop_options, make_provenance
 from neuromanifold.run.loop import LoopOptions, run
+from neuromanifold.run.methods import Method, make_method
 from neuromanifold.run.step import Settings
 
 _KINDS: tuple[Kind, ...] = ("kronecker", "table", "tied table")  # by FactorShape.tables
@@ -102,18 +103,20 @@ def fisher_kronecker(
     both = eigenvalues == "corrected" and basis is None
     _check_combination(basis, layout, eigenvalues, options)
     blocks: list[EigenBlock] = [] if basis is None else [block for block in basis.blocks.values() if block.is_product]
-    first = Counts()
+    method: Method | None = None
     if basis is None:
         beside = options.checkpoint if options.checkpoint is None or not both else _beside(options.checkpoint)
         repeated = problem.repeated() if both else None
         problem = problem if repeated is None else replace(problem, data=repeated.items())
-        blocks, first = _factors(problem, settings, weight_sharing, limits, replace(options, checkpoint=beside))
+        method = make_method(problem, estimator, settings.granularity)  # of both passes: gradients are verified once
+        blocks, counts = _factors(
+            problem, settings, weight_sharing, limits, replace(options, checkpoint=beside), method
+        )
         if not both:
-            return _result(blocks, layout, problem, settings, first, first.passes, options, view, weight_sharing)
+            return _result(blocks, layout, problem, settings, counts, options, view, weight_sharing)
     sharing = weight_sharing if basis is None else basis.weight_sharing
-    blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], options)
-    passes = counts.passes + first.passes
-    return _result(blocks, layout, problem, settings, counts, passes, options, view, sharing)
+    blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], options, method)
+    return _result(blocks, layout, problem, settings, counts, options, view, sharing)
 
 
 def _check_combination(
@@ -136,19 +139,29 @@ def _check_combination(
 
 
 def _factors(
-    problem: Problem, settings: Settings, sharing: WeightSharing, limits: tuple[int, int], options: LoopOptions
+    problem: Problem,
+    settings: Settings,
+    sharing: WeightSharing,
+    limits: tuple[int, int],
+    options: LoopOptions,
+    method: Method,
 ) -> tuple[list[EigenBlock], Counts]:
     """Return the blocks of one pass over the data, with the eigenvalues of the factors."""
     names, tensors = list(problem.parameters), list(problem.parameters.values())
     sums = FactorSums(tensors, _biases(names), sharing, *limits)
-    counts = run(problem, settings, sums, replace(options, description="Kronecker factors"))
+    counts = run(problem, settings, sums, replace(options, description="Kronecker factors"), method=method)
     sums.verify()
     blocks = [_from_factors(sums, shape, names, _padding_row(problem, tensors[i])) for i, shape in sums.shapes.items()]
     return _in_order([*blocks, *_others(names, tensors, sums)], names, tensors), counts
 
 
 def _eigenvalues(
-    problem: Problem, settings: Settings, blocks: list[EigenBlock], max_block: int, options: LoopOptions
+    problem: Problem,
+    settings: Settings,
+    blocks: list[EigenBlock],
+    max_block: int,
+    options: LoopOptions,
+    method: Method | None,
 ) -> tuple[list[EigenBlock], Counts]:
     """Return the blocks with their eigenvectors and the diagonal of F in that basis, and the other blocks anew."""
     names, tensors = list(problem.parameters), list(problem.parameters.values())
@@ -163,7 +176,7 @@ def _eigenvalues(
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     sums = EigenvalueSums(tensors, bases, max_block, random, alike)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
-    counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"))
+    counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"), method=method)
     squares, noise = sums.diagonal.squares, sums.diagonal.noise(last=True)
     corrected = [
         replace(
@@ -184,12 +197,11 @@ def _result(
     problem: Problem,
     settings: Settings,
     counts: Counts,
-    passes: int,
     options: LoopOptions,
     view: Literal["mean", "sum", "token"],
     sharing: WeightSharing,
 ) -> KroneckerFisher:
-    provenance = replace(make_provenance(problem, settings, counts, options.shard), passes=passes)
+    provenance = make_provenance(problem, settings, counts, options.shard)
     return KroneckerFisher(blocks, layout, counts.samples, provenance, view, sharing, counts.positions)
 
 

@@ -223,7 +223,8 @@ class FactorSums:
             if self._sharing == "reduce":
                 outputs, inputs = outputs.sum(-2, keepdim=True), inputs.mean(-2, keepdim=True)
             names = ("right", "left") if product.turned else ("left", "right")
-            self._accumulate(f"{key}.{names[0]}", outputs / made_by.scale, None, diagonal=shape.tables > 0)
+            outputs = outputs if made_by.scale == 1.0 else outputs / made_by.scale
+            self._accumulate(f"{key}.{names[0]}", outputs, None, diagonal=shape.tables > 0)
             if first:
                 inputs = with_ones(inputs) if shape.bias is not None else inputs
                 self._accumulate(f"{key}.{names[1]}", inputs, weights)
