@@ -13,10 +13,9 @@ from torch import Tensor
 
 from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, Reducer, read_back, zero_sums
-from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
-from neuromanifold.persample.gradients import BOUND, Accumulators, Dense, Form, Product, SquaredProduct
+from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, add_at_once, add_in_chunks
+from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, SquaredProduct
 
-_CHUNK = 2**18  # numbers that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
 _EVEN = 0.5  # of the samples must carry F, or all fourth powers are taken
@@ -107,7 +106,7 @@ class DiagonalSums:
         elif look == "later":
             self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
-        add = _add_in_chunks if values[0].device.type == "cpu" else _add_at_once
+        add = add_in_chunks if values[0].device.type == "cpu" else add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
@@ -392,27 +391,3 @@ def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
 def _power_of_two_near(rms: float) -> float:
     """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
     return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
-
-
-def _add_at_once(
-    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
-) -> None:
-    """Add squares and fourth powers of all parameters by a few kernel launches."""
-    products = torch._foreach_mul(values, values)
-    torch._foreach_add_(squares, products)
-    torch._foreach_mul_(products, factors)
-    torch._foreach_clamp_max_(products, BOUND)
-    torch._foreach_addcmul_(fourths, products, products, value=noise)
-
-
-def _add_in_chunks(
-    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
-) -> None:
-    """Add them by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
-    for i, value in enumerate(values):
-        pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
-        for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
-            product = g * g
-            square.add_(product)
-            product.mul_(factors[i]).clamp_(max=BOUND)
-            fourth.addcmul_(product, product, value=noise)
