@@ -281,9 +281,10 @@ def compare(case: Case, found: nm.DiagonalFisher, exact: nm.DiagonalFisher) -> F
     for name in exact:
         f, positive = exact[name].double(), exact[name] > 0
         errors[name] = ((found[name].double() - f).abs() / f)[positive]
-        inside = (lower[name] <= f * (1 + ROUNDING)) & (f * (1 - ROUNDING) <= upper[name])
+        low, high = lower[name], upper[name]
+        inside = (low <= f * (1 + ROUNDING)) & (f * (1 - ROUNDING) <= high)
         covered.append(inside[positive])
-        widths.append(((upper[name] - lower[name]) / f)[positive])
+        widths.append(((high - low) / f)[positive])
         if name in case.rare:
             rare.append(inside[positive & case.rare[name]])
     plain = [one for name, one in errors.items() if name not in case.embeddings]

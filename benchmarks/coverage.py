@@ -3,7 +3,7 @@
     python benchmarks/coverage.py digits
     python benchmarks/coverage.py glosses --model DIR/glosses      last layers of a folder with model/ and data.csv
     python benchmarks/coverage.py words --model DIR/glosses        its embeddings of words
-    python benchmarks/coverage.py pairs --model DIR/pairs          a folder with model/ and data.csv
+    python benchmarks/coverage.py pairs --model DIR/pairs          embeddings and last layers of such a folder
     python benchmarks/coverage.py resnet50 --model DIR/resnet50    last layers of a folder with model/ and data.npz
 
 Covered: the share of entries with F > 0 whose interval holds F by nm.Exact(), of all and of those to which one or two
@@ -26,7 +26,11 @@ from common import keep, setting, table
 
 import neuromanifold as nm
 
-GLOSSES = {"glosses": ("*.layer.5.*", "*classifier*"), "words": ("*word_embeddings*",)}
+LAYERS = {
+    "glosses": ("*.layer.5.*", "*classifier*"),
+    "words": ("*word_embeddings*",),
+    "pairs": ("*embeddings*", "*.layer.5.*", "*pooler*", "*classifier*"),
+}
 RESNET = ("*stages.3.layers.2.*", "*classifier*")
 
 
@@ -48,9 +52,16 @@ def digits(samples: int, size: int) -> list[tuple[adaptive.Case, Any]]:
 
 
 def texts(path: Path, samples: int, size: int, layers: Any) -> list[tuple[adaptive.Case, Any]]:
-    """A sentence classifier."""
+    """A sentence classifier, without the embeddings of words that do not occur."""
     (case,) = adaptive.text(path, torch.device("cpu"), samples, size)
-    return [(case, layers)]
+    words = torch.cat([batch["input_ids"].flatten() for batch in case.batches]).unique()
+    embedding: Any = case.model.get_input_embeddings()  # type: ignore[operator]
+    assert embedding.padding_idx in (None, 0)  # which stays the first
+    assert int(words[0]) == 0
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach()[words])
+    for batch in case.batches:
+        batch["input_ids"] = torch.searchsorted(words, batch["input_ids"])
+    return [(case._replace(rare={name: rare[words] for name, rare in case.rare.items()}), layers)]
 
 
 def resnet50(path: Path, samples: int, size: int) -> list[tuple[adaptive.Case, Any]]:
@@ -99,7 +110,7 @@ def measure(case: adaptive.Case, layers: Any, seeds: int) -> str:
     with torch.no_grad():
         logits = [adaptive._logits(case.model, batch) for batch in case.batches]
     peak, classes = float(torch.cat(logits).softmax(-1).amax(-1).mean()), logits[0].shape[-1]
-    few = sum(int(((exact[name] > 0) & mask).sum()) for name, mask in case.rare.items())
+    few = sum(int(((exact[name] > 0) & mask).sum()) for name, mask in case.rare.items() if name in exact)
     rows = []
     for name, arguments in estimators(classes <= 3).items():
         runs = [adaptive.compare(case, probed.estimate(seed, **arguments), exact) for seed in range(seeds)]
@@ -131,7 +142,7 @@ def main() -> None:
     elif options.what == "resnet50":
         cases = resnet50(options.model, options.samples, options.batch)
     else:
-        cases = texts(options.model, options.samples, options.batch, GLOSSES.get(options.what))
+        cases = texts(options.model, options.samples, options.batch, LAYERS[options.what])
     command = f"python benchmarks/coverage.py {options.what} --samples {options.samples} --batch {options.batch} "
     parts = [
         "# Intervals: coverage of nominal 95 %",

@@ -350,8 +350,8 @@ def test_every_second_sample_is_not_kept_or_left_out_together() -> None:
 
 def in_full_groups_or_none(keep: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """A biased twin of `in_full_groups`: rounds down to no sample at all."""
-    sure, expected = int((keep >= 1).sum()), float(torch.where(keep < 1, keep, 0).sum())
-    wanted = max(0, math.floor((sure + expected) / size + float(torch.rand((), generator=generator))) * size - sure)
+    expected = float(torch.where(keep < 1, keep, 0).sum())
+    wanted = math.floor(expected / size + float(torch.rand((), generator=generator))) * size
     return torch.where(keep < 1, (keep * (wanted / max(expected, 1))).clamp(max=1), keep)
 
 
@@ -377,7 +377,7 @@ def test_full_groups_leave_estimates_unbiased(name: str) -> None:
             rows = chosen(pi, generator)
             weights[seed, rows] = 1 / pi[rows]
             numbers.append(len(rows))
-            full += len(rows) % size == 0
+            full += int((keep[rows] < 1).sum()) % size == 0
             if method is in_full_groups:
                 assert (pi >= 0.5 * keep - 1e-12).all()
                 assert (pi <= 1).all()

@@ -238,6 +238,18 @@ def test_coverage_of_rare_words(classes: int, how: dict[str, Any]) -> None:
     assert twin[0] < rare - 0.05
 
 
+def test_samples_that_were_kept_at_times_are_not_taken_for_exact() -> None:
+    """F̂ of a word in one sample is random squares over π, so that F̂ - F < 1.3 stderr; others of its group are exact."""
+    torch.manual_seed(0)
+    model, data = Texts(3).double(), list(torch.split(texts(900), 50))
+    exact, once = nm.fisher_diagonal(model, data, nm.Exact())["embed.weight"], slice(COMMON, None, 2)
+    for seed in range(3):
+        found = nm.fisher_diagonal(model, data, seed=seed, passes=1.5)
+        excess = (found["embed.weight"] - exact * (1 + 1e-6))[once]
+        assert bool((excess > 0).any())
+        assert bool((excess <= 1.3 * found.stderr["embed.weight"][once]).all())
+
+
 @pytest.mark.parametrize("classes", [3, 14])
 def test_coverage_where_fourth_powers_are_not_taken_of_all_batches(classes: int) -> None:
     """Rare words of a linear layer: most of them are only in batches whose fourth powers are left out."""

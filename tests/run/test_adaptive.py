@@ -267,6 +267,22 @@ def test_exact_where_the_cost_allows(name: str) -> None:
         assert float(flat(found, "noise").abs().max()) <= 1e-12 * float(case.truth.max())
 
 
+def test_a_table_that_is_as_long_as_the_batch() -> None:
+    """It looks like samples.  Batches stay as they are: unbiased from one pass on, refused below."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        attends = Net(
+            lambda m, x, t: m.last(torch.tanh(m.first(x)) @ t.T @ t), first=nn.Linear(3, 3), last=mlp(3, 4, 6)
+        )
+        data = [((torch.randn(6, 3).double(), torch.randn(6, 3).double()), torch.zeros(6).long()) for _ in range(4)]
+    case = Case(attends.double(), data)
+    for cost in (1.0, 1.5):
+        assert z_score(case, cost, 14) < allowed(14)
+    assert case.estimate(1.5).provenance.left_out == 0
+    with pytest.raises(ValueError, match="at least 1 for this model"):
+        case.estimate(0.7)
+
+
 def test_traces() -> None:
     case, seeds = CASES["ten classes, confident"], 16
     runs = [nm.fisher_trace(case.model, case.data, passes=1.0, reduction="sum", seed=seed) for seed in range(seeds)]

@@ -109,7 +109,9 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
     validation.flush()
     counts, warned = _verified_run(problem, seed)
     methods = dict(zip(names, counts.methods, strict=True))
-    per_batch = {name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] not in ("sample", "token")}
+    per_batch = {
+        name: reasons.get(i, _WRONG) for i, name in enumerate(names) if methods[name] not in ("sample", "token")
+    }
     notes = [*filter(None, [note]), *warned, *_notes_on_methods(methods, per_batch, counts)]
     used = frozenset(names[i] for i in depends)
     return Examination(tuple(sizes), methods, per_batch, counts.verified, used, repeats, apart, tuple(notes))

@@ -218,17 +218,15 @@ def chosen(keep: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def in_full_groups(keep: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """The probabilities, changed such that the number of samples that are kept is a multiple of the groups' size.
+    """The probabilities, changed such that of the samples with π < 1 a multiple of the groups' size is kept.
 
-    Rounded up or down at random, so that the cost is what it was on average.  Where less than half would be left of the
-    samples that are kept at times, the probabilities stay as they are: with none of them the estimate would be biased.
+    Rounded up or down at random, so that the cost is what it was on average.  Where less than one group is expected of
+    them, the probabilities stay as they are: with none of these samples the estimate would be biased.
     """
-    sure = int((keep >= 1).sum())
-    expected = float(torch.where(keep < 1, keep, 0).sum())
-    groups, start = (sure + expected) / size, float(_random(generator))
-    if expected <= 0 or 2 * (math.floor(groups) * size - sure) < expected:
+    expected, start = float(torch.where(keep < 1, keep, 0).sum()), float(_random(generator))
+    if expected < size:
         return keep
-    wanted = math.floor(groups + start) * size - sure
+    wanted = math.floor(expected / size + start) * size
     return torch.where(keep < 1, (keep * (wanted / expected)).clamp(max=1), keep)
 
 

@@ -117,11 +117,12 @@ class AdaptiveSteps:
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
             own = kept[torch.isin(owner[kept], torch.tensor(numbers))]
-            if not len(own):
-                continue
-            order = (allocation.passes[own] + allocation.keep[own]).argsort(descending=True, stable=True)
-            for group in torch.split(own[order], max(1, *(window[b].samples for b in numbers))):
-                self._run_group(group.sort().values, scores, allocation, window)
+            sure = allocation.keep[own] >= 1  # apart from the others: a group has one constant for its noise
+            for some in (own[sure], own[~sure]):
+                if len(some):
+                    order = (allocation.passes[some] + allocation.keep[some]).argsort(descending=True, stable=True)
+                    for group in torch.split(some[order], max(1, *(window[b].samples for b in numbers))):
+                        self._run_group(group.sort().values, scores, allocation, window)
 
     def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Scored]) -> None:
         """Forward and backward passes for some samples of a window, in the order of the data.

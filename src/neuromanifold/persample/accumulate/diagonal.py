@@ -13,14 +13,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, Reducer, read_back, zero_sums
-from neuromanifold.persample.accumulate.powers import (
-    add_at_once,
-    add_in_chunks,
-    as_precise,
-    power_of_two_near,
-    root_mean_squares,
-)
-from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
+from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, add_at_once, add_in_chunks
 from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, SquaredProduct
 
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
@@ -100,7 +93,7 @@ class DiagonalSums:
         if not used:
             return
         squares = [self._square(i) for i in used]
-        values = as_precise([g for i in used if (g := gradients[i]) is not None], squares)
+        values = _as_precise([g for i in used if (g := gradients[i]) is not None], squares)
         if made_by.scale != 1.0:
             values = list(torch._foreach_mul(values, 1 / made_by.scale))
         if not self._keeps or not made_by.noise:
@@ -108,10 +101,10 @@ class DiagonalSums:
             return
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
-            for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
-                self._raise_unit(i, power_of_two_near(size))
+            for i, size in zip(used, read_back(_root_mean_squares(values)), strict=True):
+                self._raise_unit(i, _power_of_two_near(size))
         elif look == "later":
-            self._sizes.update(zip(used, root_mean_squares(values), strict=True))
+            self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
         factors = [(self._units[i] or 1.0) ** -2 for i in used]
         add = add_in_chunks if values[0].device.type == "cpu" else add_at_once
         add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
@@ -145,7 +138,7 @@ class DiagonalSums:
         self._taken[i] += form.samples
         look = self._look(form.device)
         if look == "now" or (self.may_synchronize and not self._units[i]):
-            self._raise_unit(i, power_of_two_near(float(form.magnitude()) / made_by.scale))
+            self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
         unit, fourths = self._units[i] or 1.0, self._fourth_powers(i)
@@ -166,7 +159,7 @@ class DiagonalSums:
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
             for i, size in zip(there, read_back(list(there.values())), strict=True):
-                self._raise_unit(i, power_of_two_near(size))
+                self._raise_unit(i, _power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
         if self._alike and self._samples < _ALL_OF <= self._samples + self._of_batch:
@@ -378,3 +371,23 @@ class DiagonalSums:
 def _chosen(group: int) -> int:
     """Return which batch of a group has its fourth powers taken."""
     return random.Random(group).randrange(_ONE_IN)
+
+
+def _root_mean_squares(values: list[Tensor]) -> list[Tensor]:
+    """Return the root mean square of each tensor."""
+    norms = torch._foreach_norm(values)
+    return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
+
+
+def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
+    """Return gradients in the precision of the sums, converted by one kernel where they have another."""
+    if all(g.dtype == square.dtype for g, square in zip(gradients, squares, strict=True)):
+        return gradients
+    values = [torch.empty_like(square) for square in squares]
+    torch._foreach_copy_(values, gradients)
+    return values
+
+
+def _power_of_two_near(rms: float) -> float:
+    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
+    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
