@@ -74,7 +74,9 @@ def test_the_curve_can_end_early_and_be_continued_later(folder: Folder, tmp_path
     assert along() == {"probes_2", "probes_4", "probes_8", "probes_13"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("text", "image") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_every_column_is_finished_and_every_file_is_there(finished: Any, kind: str) -> None:
     done = finished(kind)
     classes = 2 if kind in ("text", "pairs") else TASKS[done.task].classes

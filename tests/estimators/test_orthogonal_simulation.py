@@ -57,6 +57,7 @@ SIMULATED = {
 }
 
 
+@pytest.mark.slow  # enumeration says the same for smaller ones
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_mean_and_variance_by_simulation(name: str, granularity: Any) -> None:

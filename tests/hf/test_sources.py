@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -203,23 +202,24 @@ def test_labels_alone_give_the_decoder_inputs_of_a_function_s_batches(
         torch.testing.assert_close(found[name], expected[name])
 
 
-def test_a_mask_that_does_not_fit_a_prompt_is_an_error(loaded: Callable[[str], LoadedModel], tmp_path: Path) -> None:
-    """Virtual tokens add positions, which a mask of the text's tokens says nothing about; labels do."""
+def test_labels_and_masks_of_trained_prompts_are_those_of_the_text(
+    loaded: Callable[[str], LoadedModel], tmp_path: Path
+) -> None:
+    """Virtual tokens add positions, for which labels and masks need no entries, and may have some."""
     peft = pytest.importorskip("peft", reason="needs neuromanifold[peft]")
     model = loaded("causal")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     tuned = peft.get_peft_model(copy.deepcopy(model.module), config)
     (batch,) = batches(reviews(tmp_path / "r.csv", 4), model, labels=False)
-    shape = list(batch["attention_mask"].shape)
-    with pytest.raises(
-        ValueError, match=re.escape(f"of shape [4, {shape[1] + 3}], the logits' positions, got shape {shape}")
-    ):
-        nm.fisher_diagonal(tuned, [{key: value for key, value in batch.items() if key != "labels"}])
-    with pytest.raises(ValueError, match=r"pad the labels there with `ignore_index`"):
-        nm.fisher_diagonal(tuned, [batch])
     labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
     padded = torch.nn.functional.pad(labels, (3, 0), value=-100)
-    assert nm.fisher_diagonal(tuned, [{**batch, "labels": padded}]).positions == int(batch["attention_mask"].sum())
+    unlabelled = {key: value for key, value in batch.items() if key != "labels"}
+    given = [unlabelled, {**batch, "labels": labels}, {**batch, "labels": padded}]
+    found = [nm.fisher_diagonal(tuned, [one], nm.Exact()) for one in given]
+    assert {one.positions for one in found} == {int(batch["attention_mask"].sum())}
+    for name in found[0]:
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], found[0][name])
 
 
 def test_an_encoder_decoder_model_of_masked_text_predicts_the_whole_text(folder: Folder, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_no_bias_with_a_larger_vocabulary(family: str) -> None:
         values, allowed = torch.stack([run[name] for run in runs]).double(), allowed_z_score(exact[name].numel())
         if float(exact[name].max()) > 1e-6 * float(exact.trace):  # the bias of keys has none, but for rounding
             assert worst_z_score(values, exact[name].double()) < allowed, name
-            seen = max(seen, worst_z_score(2 * values, exact[name].double()) / allowed)
+            seen = max(seen, worst_z_score(3 * values, exact[name].double()) / allowed)
     assert seen > 1  # a biased twin
 
 
@@ -173,6 +173,7 @@ def test_activation_checkpointing_changes_nothing() -> None:
         assert found.provenance.granularity == expected.provenance.granularity
 
 
+@pytest.mark.slow
 def test_sums_of_bfloat16_models_are_float32() -> None:
     """A thousand batches of equal squares do not get stuck as they would in bfloat16."""
     model, ids = llama().bfloat16(), tokens(2, 5)

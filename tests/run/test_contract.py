@@ -91,8 +91,8 @@ INDEPENDENT = nm.Hutchinson(2, deflate=0, noise="gaussian", orthogonal=False)
     [
         *((nm.Hutchinson(deflate=0), granularity) for granularity in ("auto", "batch")),
         *((nm.Hutchinson(), granularity) for granularity in ("auto", "batch")),
-        (INDEPENDENT, "batch"),
-        *((nm.MonteCarlo(), granularity) for granularity in ("auto", "batch")),
+        pytest.param(INDEPENDENT, "batch", marks=pytest.mark.slow),
+        *(pytest.param(nm.MonteCarlo(), granularity, marks=pytest.mark.slow) for granularity in ("auto", "batch")),
     ],
     ids=repr,
 )

@@ -322,7 +322,7 @@ def test_graphs_of_a_model_that_was_not_told_are_not_used_once_it_is(monkeypatch
     one, other = list(inputs(5, 4, 3, 6)), list(inputs(5, 2, 3, 6))
     data = [*one, *other, *one, *other]
     found = replayed_asks(Sometimes(), data, monkeypatch)
-    assert CapturedOnCpu.last.replayed >= 8
+    assert CapturedOnCpu.last.replayed >= 6  # once more captured where all fourth powers are taken
     assert len(CapturedOnCpu.last._graphs) >= 2
     assert_equal(found, nm.fisher_diagonal(Asks(), data, nm.Hutchinson(deflate=0), unchecked))
 

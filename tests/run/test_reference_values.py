@@ -3,10 +3,9 @@
 `reference_values.json` has for each run the number of samples and positions, Σ v and Σ v cos k of all entries v of the
 diagonal and of its standard errors, and how many parameters were done by which method.
 
-Four of them are younger, all of `Hutchinson(2) | auto` (CNN with BatchNorm, depthwise conv, tied embeddings, nested
-dict inputs): where the leading eigenvector has one of two passes, the other has independent signs along all axes.  Of
-the first and the third, error bars are younger still: the pass without noise was counted among those whose fourth
-powers had not been taken, which made some of them √2 too large.
+Younger are: `Hutchinson(2) | auto` of CNN with BatchNorm, depthwise conv, tied embeddings and nested dict inputs, where
+the leading eigenvector has one of two passes, the other independent signs along all axes, and error bars the predicted
+noise of the first; and `auto` of sequences (GPT-2; time first, tokens), whose last layers are squared per token.
 """
 
 import json

@@ -94,7 +94,7 @@ def test_no_gradients_of_all_samples_are_ever_held(
     run = nm.fisher_trace if kind == "trace" else nm.fisher_diagonal
     with Largest() as largest:
         result = run(model, [x], estimator)
-    assert set(result.provenance.granularity.values()) == {"sample"}
+    assert set(result.provenance.granularity.values()) in ({"sample"}, {"token"})
     assert largest.numel <= 3 * max(sizes)  # several columns at once
     heaviest = max(parameter.numel() for parameter in model.parameters())
     assert largest.numel < samples * heaviest / 2

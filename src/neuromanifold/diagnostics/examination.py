@@ -103,8 +103,8 @@ def examine(problem: Problem, seed: int = 0) -> Examination:
             sizes.append(_sizes(outputs, problem.distributions(outputs, validation, labels=False).core.rank))
             if len(outputs.logits) and not examined:
                 examined = True
-                repeats, apart, note = _compare_evaluations(problem, batch, outputs)
-                reasons = _reasons(problem, batch, repeats, apart is not False)
+                repeats, apart, note = _compare_evaluations(quiet, batch, outputs)
+                reasons = _reasons(quiet, batch, repeats, apart is not False)
             depends |= Reference.of(outputs.logits, list(problem.parameters.values())).gradients.keys()
     validation.flush()
     counts, warned = _verified_run(problem, seed)
