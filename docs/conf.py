@@ -19,6 +19,7 @@ extensions = [
     "matplotlib.sphinxext.plot_directive",
 ]
 myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 2
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"

@@ -44,7 +44,7 @@ class Curvature(Protocol):
         """Return the eigenvalues of the block of one parameter, in the shape that `rotate` gives."""
 
     def rotate(self, name: str, values: Tensor) -> Tensor:
-        """Return vectors [n, *shape] of one parameter in the basis of eigenvectors, [n, ...]."""
+        """Return n vectors of one parameter, in its shape, in the basis of eigenvectors, [n, ...]."""
 
     def rotate_back(self, name: str, values: Tensor) -> Tensor:
         """Return vectors of the basis of eigenvectors in the parameter's shape: the inverse of `rotate`."""
@@ -148,7 +148,7 @@ class Laplace:
         return Prediction(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def log_marginal_likelihood(self, data: Iterable[object], **reading: Any) -> float:
-        """Return log p(data) ≈ log p(data | θ̂) + log N(θ̂; 0, δ⁻¹) + ½ log |2π P⁻¹|, for the training data.
+        """Return log p(data) ≈ log p(data | θ̂) + log N(θ̂; 0, δ⁻¹) + ½ log det(2π P⁻¹), for the training data.
 
         The data are those that N counts, with labels; an error says if their number is another one.
         """

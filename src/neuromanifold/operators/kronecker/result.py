@@ -157,7 +157,7 @@ class KroneckerFisher(StoredMetric):
         return back(self._apply(block, self._powers(damping, -0.5)))
 
     def sample(self, count: int = 1, damping: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
-        """Draw from N(0, (F + damping I)⁻¹): [count, *shape] for each parameter.
+        """Draw from N(0, (F + damping I)⁻¹): with `count` rows for each parameter.
 
         With `.sum`, and the precision of a Gaussian prior as damping, added to trained parameters these are draws from
         the Laplace posterior.
