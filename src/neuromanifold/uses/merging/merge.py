@@ -179,7 +179,8 @@ def merge(
     one_of(differing, "differing", "error", "first")
     if isinstance(models, str | Path | Mapping) or len(models) < 2:
         got = str(len(models)) if isinstance(models, Sequence) and not isinstance(models, str) else "one"
-        raise ValueError(message("models", "two models or more", got))
+        advice = "Files of results are no models: they belong to `fishers`."
+        raise ValueError(message("models", "two models or more", got, advice))
     sources = tuple(source_of(model, f"models[{i}]") for i, model in enumerate(models))
     start = _base(base, method)
     w = tuple(1.0 for _ in models) if weights is None else tuple(weights)
