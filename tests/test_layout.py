@@ -1,4 +1,4 @@
-"""The tree is what docs/contribute/architecture.md says, and stages call only stages before them: in imports and at run time."""
+"""The tree is what its page says, and stages call only stages before them: in imports and at run time."""
 
 import ast
 import re
