@@ -35,7 +35,7 @@ figures: .venv/installed-demo  ## docs/images/fisher-histograms.png, which the R
 	$(BIN)/python docs/figures/readme.py
 
 clean:
-	rm -rf .venv docs/_build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv docs/_build docs/reference/api docs/reference/commands.md demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One virtual environment; a stamp for each set of extras that has been installed into it.
 .venv/installed-demo: EXTRAS := demo

@@ -2,9 +2,13 @@ import os
 import sys
 from pathlib import Path
 
-import neuromanifold
+import typer.cli
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # docs.figures
+import neuromanifold
+from neuromanifold.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # docs.figures
 
 project = "neuromanifold"
 author = "The neuromanifold authors"
@@ -14,16 +18,20 @@ release = version = neuromanifold.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",  # a page for each public name, from its docstring
     "sphinx.ext.napoleon",  # the "Args:" of docstrings
     "sphinx-mathjax-offline",
     "matplotlib.sphinxext.plot_directive",
 ]
-myst_enable_extensions = ["dollarmath", "amsmath"]
-myst_heading_anchors = 2
-exclude_patterns = ["_build", "figures"]
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build", "_templates", "figures"]
+templates_path = ["_templates"]
 
 html_theme = "furo"
 html_title = f"neuromanifold {version}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -35,4 +43,17 @@ plot_html_show_source_link = False
 plot_html_show_formats = False
 plot_formats = [("svg", 100)]
 plot_pre_code = ""
+plot_working_directory = str(ROOT)
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def write_commands(_: object) -> None:
+    """Write docs/reference/commands.md from the help texts of the command line."""
+    command = typer.main.get_command(app)
+    text = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="neuromanifold")
+    page = ROOT / "docs" / "reference" / "commands.md"
+    page.write_text(text.replace("# `neuromanifold`", "# Every command and option", 1))
+
+
+def setup(application: object) -> None:
+    application.connect("builder-inited", write_commands)

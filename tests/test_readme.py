@@ -17,6 +17,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMISE = re.compile(r"^(print\(.*\))\s+#\s(.*)$", re.MULTILINE)
 
 
+def path_in_repository(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def promised_and_printed(code: str) -> tuple[list[str], list[str]]:
     """What the comments behind the print calls say, and what the calls print."""
     output = io.StringIO()
@@ -25,7 +29,7 @@ def promised_and_printed(code: str) -> tuple[list[str], list[str]]:
     return [promise.strip() for _, promise in PROMISE.findall(code)], output.getvalue().strip().splitlines()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=path_in_repository)
 def test_code_runs_and_prints_what_it_says(page: Path) -> None:
     code = "\n".join(BLOCK.findall(page.read_text()))
     promised, printed = promised_and_printed(code)
@@ -67,7 +71,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
 
 def public_names_and_arguments() -> tuple[set[str], set[str]]:
     """The names of the package, and those of all arguments and fields of its functions, classes and methods."""
-    names, arguments = {name for name in dir(nm) if not name.startswith("_")}, set[str]()
+    names, arguments = {name for name in dir(nm) if not name.startswith("_")} | set(nm.__all__), set[str]()
     for thing in (getattr(nm, name) for name in sorted(names)):
         members = [getattr(thing, name) for name in dir(thing)] if isinstance(thing, type) else []
         for function in (thing, *members):
@@ -88,7 +92,7 @@ def unknown_names(text: str) -> set[str]:
     return used - names | {word for word in keywords - arguments if not word.isupper()}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=path_in_repository)
 def test_every_name_that_a_page_uses_exists(page: Path) -> None:
     assert not unknown_names(page.read_text())
 

@@ -41,7 +41,7 @@ Noise = Literal["rademacher", "gaussian"]
 class Hutchinson(Estimator):
     """u = S ξ with white noise ξ: E[u uᵀ] = S Sᵀ, so the squared gradient is unbiased, in one pass for each probe.
 
-    Variance of an entry, for one probe and squares per batch (Theorem 11; Props. of appendix E for the other
+    Variance of an entry, for one probe and squares per batch (Theorem 11; Props. 13 and 14 for the other
     cores): 2F² with Gaussian noise, 2F² - 2 Σ a⁴ with Rademacher noise, a the columns' derivatives.  So the coefficient
     of variation is at most √2 for a batch, √(2/J) for J batches that contribute equally.
 

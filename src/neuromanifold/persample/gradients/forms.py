@@ -32,7 +32,7 @@ class Form(ABC):
 
     @abstractmethod
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return the gradients of the samples `start` to `stop - 1`, [stop - start, *shape], as a new tensor."""
+        """Return the gradients of the samples `start` to `stop - 1`, [stop - start, ...], as a new tensor."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -74,7 +74,7 @@ class Form(ABC):
 
 @dataclass
 class Dense(Form):
-    """The gradients themselves, [n, *shape]."""
+    """The gradients themselves, [n, ...]: a sample first, then the shape of the parameter."""
 
     values: Tensor
     thins: ClassVar[bool] = False
