@@ -1,4 +1,4 @@
-"""The tree is what docs/architecture.md says, and stages call only stages before them: in imports and at run time."""
+"""The tree is what its page says, and stages call only stages before them: in imports and at run time."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ import neuromanifold as nm
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(nm.__file__).parent
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "contribute" / "architecture.md").read_text()
 STAGES = (
     "core",
     "reference",
@@ -74,7 +74,7 @@ def missing_paths(page: str) -> set[str]:
     return {path for path in paths if not any(list(base.glob(path.rstrip("/"))) for base in (PACKAGE, ROOT))}
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/contribute/architecture.md", "CONTRIBUTING.md"])
 def test_every_path_that_a_page_names_exists(page: str) -> None:
     assert not missing_paths((ROOT / page).read_text())
 

@@ -9,7 +9,7 @@ import typer
 
 from neuromanifold.cli.app import app
 
-PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 LINES = [
     line
     for block in re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
