@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/coming_from.py
 
-needs benchmarks/others-requirements.txt, and laplace-torch with its requirements.  Each snippet is a process of its own.
+Needs benchmarks/others-requirements.txt, and laplace-torch with its requirements.  Each snippet has its own process.
 """
 
 from __future__ import annotations

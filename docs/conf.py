@@ -56,4 +56,5 @@ def write_commands(_: object) -> None:
 
 
 def setup(application: object) -> None:
+    """Have the page of commands written before the pages are read."""
     application.connect("builder-inited", write_commands)

@@ -1,5 +1,6 @@
 """Kronecker factors and corrected eigenvalues against their definitions, and against dense F."""
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.operators.kronecker import run as kronecker_run
 from neuromanifold.operators.kronecker.blocks import nearest
+from neuromanifold.persample.accumulate.factors import add_gram
 from neuromanifold.reference import kronecker as reference
 from neuromanifold.reference import network
 from tests.operators.dense import SOME, dense, relative_error
@@ -378,6 +380,43 @@ def test_scaling_saving_and_loading(tmp_path: Path) -> None:
         torch.testing.assert_close((2 * again).dense(), 2 * found.dense())
         torch.testing.assert_close((2 * again).kronecker.dense(), 2 * found.kronecker.dense())
         assert again.to(torch.float32).dense().dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 513, 1023])
+def test_halved_products_are_the_lower_triangle_of_the_whole(size: int) -> None:
+    rows = torch.randn(5, size, generator=generator(), dtype=torch.float64)
+    found = torch.zeros(size + 1, size + 1, dtype=torch.float64)
+    add_gram(found[:size, :size], rows)
+    torch.testing.assert_close(found[:size, :size].tril(), (rows.mT @ rows).tril())
+    assert not found[-1].any()
+    assert not found[:, -1].any()
+
+
+def test_large_factors_are_those_of_small_pieces() -> None:
+    """Sides above the size from which products are halved, with a bias, in batches and at once."""
+    model = linear_network([300, 260, 2], bias=True)
+    x = torch.randn(9, 300, generator=generator(), dtype=torch.float64)
+    left, right, terms = reference.kronecker_factors(model, lambda m: m(x), "0")
+    block = exact(model, list(x.split(4)), eigenvalues="kronecker").blocks["0.weight"]
+    for found, expected in zip(block.factors(), (left, right), strict=True):
+        torch.testing.assert_close(found[0], expected)
+    assert block.terms == terms
+
+
+def test_without_error_bars_eigenvalues_are_the_same(tmp_path: Path) -> None:
+    data, options = batches(16), {"estimator": nm.Hutchinson(), "seed": 3}
+    expected = nm.fisher_kronecker(MODEL, data, **options)
+    found = nm.fisher_kronecker(MODEL, data, error_bars=False, **options)
+    assert torch.equal(found.dense(), expected.dense())
+    assert found.corrected
+    assert math.isnan(found.trace.stderr)
+    assert expected.trace.stderr > 0
+    found.save(tmp_path / "f.safetensors")
+    again = nm.load(tmp_path / "f.safetensors")
+    assert isinstance(again, nm.KroneckerFisher)
+    assert math.isnan((2 * again).trace.stderr)
+    exactly = nm.fisher_kronecker(MODEL, data, nm.Exact(), error_bars=False)
+    assert exactly.trace.stderr == 0
 
 
 def test_it_prints_a_table() -> None:

@@ -1,7 +1,7 @@
 """Laplace posteriors against closed forms of Bayesian linear regression, and a slow reference in float64."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -48,16 +48,16 @@ class Full:
 
     def __init__(self, matrix: Tensor, shape: torch.Size) -> None:
         self.values, self.vectors = torch.linalg.eigh(matrix)
-        self.shape = shape
+        self.shape, self.blocks = shape, [("weight",)]
 
-    def eigenvalues(self, _: str) -> Tensor:
+    def eigenvalues(self, _: Any) -> Tensor:
         return self.values
 
-    def rotate(self, _: str, values: Tensor) -> Tensor:
-        return values.flatten(1) @ self.vectors
+    def rotate(self, _: Any, values: Sequence[Tensor]) -> Tensor:
+        return values[0].flatten(1) @ self.vectors
 
-    def rotate_back(self, _: str, values: Tensor) -> Tensor:
-        return (values @ self.vectors.T).view(-1, *self.shape)
+    def rotate_back(self, _: Any, values: Tensor) -> list[Tensor]:
+        return [(values @ self.vectors.T).view(-1, *self.shape)]
 
 
 def posterior(orthogonal: bool) -> tuple[nm.Laplace, Tensor, Tensor]:
@@ -67,6 +67,17 @@ def posterior(orthogonal: bool) -> tuple[nm.Laplace, Tensor, Tensor]:
     if not orthogonal:
         laplace.curvature = Full(x.T @ x / NOISE, model.weight.shape)
     return laplace, x, y
+
+
+def test_of_a_linear_model_the_kronecker_form_is_the_whole_matrix() -> None:
+    model, x, y, likelihood = regression(orthogonal=False)
+    data = [(x[:6], y[:6]), (x[6:], y[6:])]
+    for eigenvalues in ("kronecker", "corrected"):
+        fim = nm.fisher_kronecker(model, data, nm.Exact(), likelihood, eigenvalues)  # type: ignore[arg-type]
+        laplace = nm.Laplace(model, fim, PRIOR, likelihood)
+        assert laplace.log_marginal_likelihood([(x, y)]) == pytest.approx(evidence(x, y, PRIOR), rel=1e-10)
+        expected = NOISE + torch.einsum("ni,ij,nj->n", x, torch.linalg.inv(precision(x)), x)[:, None]
+        torch.testing.assert_close(laplace.predict([x]).variance, expected)
 
 
 @pytest.mark.parametrize("orthogonal", [True, False], ids=["diagonal", "another curvature"])
@@ -153,16 +164,26 @@ def bare() -> tuple[nn.Module, Any, Callable[[nn.Module], Tensor]]:
     return Bare(), x, lambda m: m(x)
 
 
+def covariance_of(fim: nm.DiagonalFisher | nm.KroneckerFisher, prior: float) -> Tensor:
+    """P⁻¹ as a dense matrix."""
+    if isinstance(fim, nm.KroneckerFisher):
+        whole = fim.sum.dense()
+        return torch.linalg.inv(whole + prior * torch.eye(len(whole), dtype=whole.dtype))
+    return torch.cat([1 / (fim.sums[name] + prior).flatten() for name in fim]).diag()
+
+
+@pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
+@pytest.mark.parametrize("form", [nm.fisher_diagonal, nm.fisher_kronecker])
 @pytest.mark.parametrize("make", [bert, convolution, bare])
-def test_linearised_outputs_have_the_covariance_of_a_slow_reference(make: Callable[[], Any]) -> None:
+def test_linearised_outputs_have_the_covariance_of_a_slow_reference(make: Callable[[], Any], form: Any) -> None:
     torch.manual_seed(1)
     model, batch, forward = make()
     model = model.double().eval()
-    fim = nm.fisher_diagonal(model, [batch], nm.Exact())
+    fim = form(model, [batch], nm.Exact())
     laplace = nm.Laplace(model, fim, 2.0)
     rows, z = jacobian(model, forward)  # [n, C, P]
-    variances = torch.cat([1 / (fim.sums[name] + 2).flatten() for name in fim])
-    covariance = torch.einsum("ncp,p,ndp->ncd", rows, variances, rows)
+    inverse = covariance_of(fim, 2.0)
+    covariance = torch.einsum("ncp,pq,ndq->ncd", rows, inverse, rows)
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     expected = (z / (1 + math.pi / 8 * diagonal).sqrt()).softmax(-1)
     torch.testing.assert_close(laplace.predict([batch]).mean, expected)
@@ -171,6 +192,59 @@ def test_linearised_outputs_have_the_covariance_of_a_slow_reference(make: Callab
     draws = drawn.sample((DRAWS,)).softmax(-1)
     z_score = (many - draws.mean(0)) / (draws.std(0) * math.sqrt(2 / DRAWS))
     assert float(z_score.abs().max()) < allowed_z_score(many.numel())
+
+
+def network() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return model, [(torch.randn(9, 3).double(), torch.randint(3, (9,))) for _ in range(2)]
+
+
+def test_draws_in_kronecker_form_have_the_covariance_of_the_inverse() -> None:
+    model, data = network()
+    fim = nm.fisher_kronecker(model, data, nm.Exact())
+    laplace, means = nm.Laplace(model, fim, 3.0), torch.cat([p.detach().flatten() for p in model.parameters()])
+    draws = [torch.cat([v.flatten() for v in laplace.sample(seed).values()]) - means for seed in range(DRAWS)]
+    stacked = torch.stack(draws)
+    products, expected = stacked[:, :, None] * stacked[:, None], covariance_of(fim, 3.0)
+    assert worst_z_score(products.flatten(1), expected.flatten()) < allowed_z_score(expected.numel())
+    assert worst_z_score(1.3 * products.flatten(1), expected.flatten()) > allowed_z_score(expected.numel())
+
+
+def test_the_evidence_in_kronecker_form_is_that_of_the_dense_matrix() -> None:
+    model, data = network()
+    fim = nm.fisher_kronecker(model, data, nm.Exact())
+    x, y = (torch.cat(side) for side in zip(*data, strict=True))
+    fit, norm = -cross_entropy(model(x), y, reduction="sum"), sum(p.square().sum() for p in model.parameters())
+    p = covariance_of(fim, 2.0)
+    expected = fit + 0.5 * torch.logdet(p) + len(p) / 2 * math.log(2.0) - norm
+    laplace = nm.Laplace(model, fim, 2.0)
+    assert laplace.log_marginal_likelihood(data) == pytest.approx(float(expected.detach()))
+    best = laplace.optimize_prior_precision("tensor")
+    assert len(set(best.prior_precision.values())) == 2  # a weight and its bias share one
+    most = best.log_marginal_likelihood(data)
+    for name, other in (("0.weight", "0.bias"), ("2.weight", "2.bias")):
+        for factor in (0.9, 1.1):
+            changed = {n: v * (factor if n in (name, other) else 1) for n, v in best.prior_precision.items()}
+            assert nm.Laplace(model, fim, changed).log_marginal_likelihood(data) < most
+
+
+def test_wrong_results_in_kronecker_form() -> None:
+    model, data = network()
+    fim = nm.fisher_kronecker(model, data)
+    with pytest.raises(ValueError, match=r"the same for all tensors of a Kronecker block.*0\.weight and 0\.bias"):
+        nm.Laplace(model, fim, {"0.weight": 1.0, "0.bias": 2.0, "2.weight": 1.0, "2.bias": 1.0})
+    with pytest.raises(ValueError, match=r"`fim` must be a result of the same parameters.*0\.weight has shape"):
+        nm.Laplace(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), fim)
+    with pytest.raises(ValueError, match="`fim` must be a result that was not scaled"):
+        nm.Laplace(model, fim / 2)
+    other, _ = network()
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    with pytest.raises(ValueError, match="`fim` must be a result at the model's present weights"):
+        nm.Laplace(other, fim)
+    with pytest.raises(TypeError, match=r"nm\.DiagonalFisher or nm\.KroneckerFisher, got FisherMatrix"):
+        nm.Laplace(model, nm.fisher_matrix(model, data))  # type: ignore[arg-type]
 
 
 def test_a_binary_output_averages_to_its_integral() -> None:
@@ -226,7 +300,7 @@ def test_every_view_means_the_same_and_a_part_stands_for_all() -> None:
     assert values[0] == values[1]
     part = nm.fisher_diagonal(model, data[:1], nm.Exact())
     of_part = nm.Laplace(model, part, samples=15)
-    torch.testing.assert_close(of_part.curvature.eigenvalues("0.weight"), 3 * part.sums["0.weight"])
+    torch.testing.assert_close(of_part.curvature.eigenvalues(("0.weight",)), 3 * part.sums["0.weight"])
 
 
 def test_a_last_layer_alone_moves() -> None:
@@ -256,7 +330,7 @@ def test_wrong_calls() -> None:
             nm.Laplace(model, fim, prior)
     with pytest.raises(ValueError, match=r"`prior_precision` must be a number for each of 4 tensors.*0\.bias"):
         nm.Laplace(model, fim, {"0.weight": 1.0})
-    with pytest.raises(TypeError, match=r"`fim` must be an nm\.DiagonalFisher, got dict"):
+    with pytest.raises(TypeError, match=r"`fim` must be an nm\.DiagonalFisher or nm\.KroneckerFisher, got dict"):
         nm.Laplace(model, dict(fim.items()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`fim` must be a result that was not scaled.*any view"):
         nm.Laplace(model, fim / 15)

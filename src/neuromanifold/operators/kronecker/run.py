@@ -51,6 +51,7 @@ def fisher_kronecker(
     reduction: str = "mean",
     max_block: int = 1024,
     max_side: int = 8192,
+    error_bars: bool = True,
     seed: int = 0,
     progress: bool | Observer = False,
     class_dim: int = -1,
@@ -83,6 +84,7 @@ def fisher_kronecker(
       dense block if it has at most that many entries, else dense blocks of its rows where these have max_block²
       numbers at most, else its diagonal.
     - `max_side`: a factor with more features than that, such as a vocabulary, is diagonal.
+    - `error_bars`: standard errors of corrected eigenvalues; without them (NaN) the second pass takes no fourth powers.
     - `checkpoint`: of the pass over the eigenvalues; the factors' is beside it, with ".factors" added to its name.
     """
     estimator = Hutchinson() if estimator is None else estimator
@@ -115,7 +117,7 @@ def fisher_kronecker(
         if not both:
             return _result(blocks, layout, problem, settings, counts, options, view, weight_sharing)
     sharing = weight_sharing if basis is None else basis.weight_sharing
-    blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], options, method)
+    blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], error_bars, options, method)
     return _result(blocks, layout, problem, settings, counts, options, view, sharing)
 
 
@@ -160,6 +162,7 @@ def _eigenvalues(
     settings: Settings,
     blocks: list[EigenBlock],
     max_block: int,
+    error_bars: bool,
     options: LoopOptions,
     method: Method | None,
 ) -> tuple[list[EigenBlock], Counts]:
@@ -174,17 +177,19 @@ def _eigenvalues(
         shape = FactorShape(i, bias, *block.eigenvalues.shape, block.turned, _KINDS.index(block.kind))  # type: ignore[call-arg]
         bases[i] = Basis(shape, left, right)
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = EigenvalueSums(tensors, bases, max_block, random, alike)
+    sums = EigenvalueSums(tensors, bases, max_block, random and error_bars, alike)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
     counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"), method=method)
     squares, noise = sums.diagonal.squares, sums.diagonal.noise(last=True)
+    if random and not error_bars:
+        noise = [value.new_full((1, 1, 1), torch.nan) for value in noise]
     corrected = [
         replace(
             block,
             left=bases[i].left,
             right=bases[i].right,
             eigenvalues=squares[i].view(block.eigenvalues.shape),
-            stderr=noise[i].reshape(block.eigenvalues.shape),
+            stderr=noise[i].reshape(block.eigenvalues.shape if error_bars or not random else (1, 1, 1)),
         )
         for i, block in products.items()
     ]
@@ -212,7 +217,7 @@ def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], paddin
     keys = [key for key in sums.terms if key.split(".")[0] == str(shape.weight)]
     parts = []
     for key in keys:
-        left, right, terms = sums.factors[f"{key}.left"], sums.factors[f"{key}.right"], float(sums.terms[key])
+        left, right, terms = sums.factor(f"{key}.left"), sums.factor(f"{key}.right"), float(sums.terms[key])
         if key.endswith(".table") and padding is not None:  # looked up, but without a gradient
             terms -= float(left[0, padding])
             left[0, padding] = 0.0

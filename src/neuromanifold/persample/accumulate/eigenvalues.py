@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from neuromanifold.core.checks import message
 from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
-from neuromanifold.persample.accumulate.factors import FactorShape, PairedForms, refuse_late, with_ones
+from neuromanifold.persample.accumulate.factors import FactorShape, PairedForms, refuse_late
 from neuromanifold.persample.accumulate.remainder import RemainderSums
 from neuromanifold.persample.gradients import Accumulators, Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
@@ -62,8 +63,7 @@ class Rotated(Form):
     def _rotated(self, start: int, stop: int) -> Product:
         product = self.inner.product_of(start, stop)
         assert product is not None
-        left, right = _with_bias(self.basis.shape, product)
-        return _product(self.basis, _turn(left, self.basis.left), _turn(right, self.basis.right))
+        return _product(self.basis, _turn_left(product, self.basis), _turn_right(product, self.basis))
 
 
 class EigenvalueSums:
@@ -163,13 +163,12 @@ class EigenvalueSums:
             return Rotated(form, basis)
         inputs = form.left if form.turned else form.right
         before, rotated = self._rotated.get(i, (None, None))
-        left, right = _with_bias(basis.shape, form)
         if rotated is None or before is None or before.data_ptr() != inputs.data_ptr():
-            rotated = _turn(left, basis.left) if form.turned else _turn(right, basis.right)
+            rotated = _turn_left(form, basis) if form.turned else _turn_right(form, basis)
             self._rotated[i] = inputs, rotated
         if form.turned:
-            return _product(basis, rotated, _turn(right, basis.right))
-        return _product(basis, _turn(left, basis.left), rotated)
+            return _product(basis, rotated, _turn_right(form, basis))
+        return _product(basis, _turn_left(form, basis), rotated)
 
 
 def _fits(form: Form, shape: FactorShape) -> bool:
@@ -180,20 +179,24 @@ def _fits(form: Form, shape: FactorShape) -> bool:
     return product is not None and form.shape.numel() + extra == shape.shape.numel()
 
 
-def _with_bias(shape: FactorShape, product: Product) -> tuple[Tensor, Tensor]:
-    """Return both factors, the inputs with a further one for the bias."""
-    left, right = product.left, product.right
-    if shape.bias is None:
-        return left, right
-    return (with_ones(left), right) if product.turned else (left, with_ones(right))
+def _turn_left(product: Product, basis: Basis) -> Tensor:
+    return _turn(product.left, basis.left, with_ones=basis.shape.bias is not None and product.turned)
 
 
-def _turn(values: Tensor, basis: Tensor | None) -> Tensor:
-    """Return values [n, t, d] or [n, G, t, d] in a basis [G, d, d]."""
+def _turn_right(product: Product, basis: Basis) -> Tensor:
+    return _turn(product.right, basis.right, with_ones=basis.shape.bias is not None and not product.turned)
+
+
+def _turn(values: Tensor, basis: Tensor | None, with_ones: bool = False) -> Tensor:
+    """Return values [n, t, d] or [n, G, t, d] in a basis [G, d, d]; perhaps with a last one that is always 1."""
     if basis is None:
-        return values
+        return functional.pad(values, (0, 1), value=1.0) if with_ones else values
     values = values.to(basis.dtype)
-    return values @ (basis[0] if values.ndim == 3 else basis)
+    if values.ndim == 4:
+        return values @ basis[:, :-1] + basis[:, -1:] if with_ones else values @ basis
+    turned = values.flatten(0, 1)
+    turned = torch.addmm(basis[0, -1], turned, basis[0, :-1]) if with_ones else turned @ basis[0]
+    return turned.view(*values.shape[:2], -1)
 
 
 def _product(basis: Basis, left: Tensor, right: Tensor) -> Product:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.persample.accumulate.base import Pass
@@ -24,6 +23,7 @@ from neuromanifold.persample.gradients import Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
 
 WeightSharing = Literal["expand", "reduce"]
+_LEAST_HALVED = 256  # features of a factor whose blocks on both sides of the diagonal are not both computed
 _TOLERANCE = 1e-3  # to which a bias's gradient has to be the sum of a weight's output gradients
 
 
@@ -46,9 +46,19 @@ class FactorShape:
         return torch.Size([*groups, self.left, self.right])
 
 
-def with_ones(inputs: Tensor) -> Tensor:
-    """Return inputs [..., i] with a further one that is always 1, [..., i + 1]: the weight of it is the bias."""
-    return functional.pad(inputs, (0, 1), value=1.0)
+def add_gram(to: Tensor, rows: Tensor) -> None:
+    """Add Σ_n v_n v_nᵀ of rows [n, d] to the lower triangle of a matrix [d, d], and some numbers to its upper one.
+
+    Halves of large matrices have three products of blocks, not four, on a CPU; a GPU is faster with a single one.
+    """
+    size = rows.shape[1]
+    if size < _LEAST_HALVED or rows.device.type != "cpu":
+        to.addmm_(rows.mT, rows)
+        return
+    half = size // 2
+    add_gram(to[:half, :half], rows[:, :half])
+    add_gram(to[half:, half:], rows[:, half:])
+    to[half:, :half].addmm_(rows[:, half:].mT, rows[:, :half])
 
 
 class PairedForms:
@@ -98,13 +108,19 @@ class FactorSums:
         self._pairs = PairedForms(pairs)
         self._candidates = pairs
         self.shapes: dict[int, FactorShape] = {}
-        self.factors: dict[str, Tensor] = {}  # [G, d, d] or [G, d] by f"{weight}.left", f"{weight}.right", ".table..."
-        self.terms: dict[str, Tensor] = {}  # what the product of two factors is divided by
+        self._factors: dict[str, Tensor] = {}  # [G, d, d], lower triangles, or [G, d]; f"{weight}.left", ".right", ...
+        self.terms: dict[str, float | Tensor] = {}  # what the product of two factors is divided by
         self.diagonal = DiagonalSums(parameters, fourth_powers=False)
         self.remainder = RemainderSums(parameters, max_block, self.diagonal)
         self._inputs: dict[int, Tensor] = {}  # of the first pass of a batch
         self._first: dict[int, bool] = {}
         self._wrong: dict[int, Tensor] = {}  # whether a bias's gradient was not that of the weight's outputs
+        self._batches = 0
+
+    def factor(self, name: str) -> Tensor:
+        """Return a factor [G, d, d], or [G, d] of a diagonal one, by f"{weight}.left" and f"{weight}.right"."""
+        factor = self._factors[name]
+        return factor if factor.ndim == 2 else factor.tril() + factor.tril(-1).mT
 
     def verify(self) -> None:
         """Raise if a bias turned out not to belong to its weight; waits for a GPU."""
@@ -140,6 +156,7 @@ class FactorSums:
     def end_batch(self) -> None:
         """End a batch: the next pass has other inputs."""
         self._inputs, self._first = {}, {}
+        self._batches += 1
         self.diagonal.end_batch()
 
     def synchronize(self) -> None:
@@ -149,8 +166,8 @@ class FactorSums:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all factors, blocks and squares, and how they were decided."""
         squares, values = self.diagonal.state()
-        tensors = {f"factor.{name}": value for name, value in self.factors.items()}
-        tensors |= {f"terms.{name}": value for name, value in self.terms.items()}
+        tensors = {f"factor.{name}": value for name, value in self._factors.items()}
+        tensors |= {f"terms.{name}": torch.as_tensor(v, dtype=torch.float64) for name, v in self.terms.items()}
         tensors |= {f"block.{i}": value for i, value in self.remainder.blocks.items()}
         tensors |= {f"diagonal.{name}": value for name, value in squares.items()}
         shapes = [asdict(shape) for shape in self.shapes.values()]
@@ -163,7 +180,7 @@ class FactorSums:
         for name, value in tensors.items():
             kind, _, rest = name.partition(".")
             kinds[kind][rest] = value.to(device, copy=True)
-        self.factors, self.terms = kinds["factor"], kinds["terms"]
+        self._factors, self.terms = kinds["factor"], dict(kinds["terms"])
         self.remainder.blocks = {int(i): block for i, block in kinds["block"].items()}
         self.remainder.numbers = set(values["others"])
         self.diagonal.set_state(kinds["diagonal"], values["diagonal"])
@@ -210,24 +227,25 @@ class FactorSums:
     def _add_product(self, shape: FactorShape, form: Form, bias: Form | None, made_by: Pass, key: str) -> None:
         first = self._first.get(shape.weight, True)
         dtype = promoted(self._parameters[shape.weight].dtype)
+        looks = bias is not None and self._batches & (self._batches - 1) == 0  # 0, 1, 2, 4, ...
         for start, stop in form.product_pieces():
             product = form.product_of(start, stop)
             if product is None:
                 raise _changed(shape.weight, f"gradients as a {type(form).__name__}")
             sides = (product.right, product.left) if product.turned else (product.left, product.right)
             outputs, inputs = (side.to(dtype) for side in sides)
-            if bias is not None:
+            if bias is not None and looks:
                 wrong = ~_is_sum(bias.gradients(start, stop, dtype), outputs)
                 self._wrong[shape.weight] = self._wrong.get(shape.weight, torch.zeros_like(wrong)) | wrong
-            weights = None if made_by.weights is None else made_by.weights[start:stop].to(outputs)
-            if self._sharing == "reduce":
-                outputs, inputs = outputs.sum(-2, keepdim=True), inputs.mean(-2, keepdim=True)
             names = ("right", "left") if product.turned else ("left", "right")
+            if self._sharing == "reduce":
+                outputs = outputs.sum(-2, keepdim=True)
             outputs = outputs if made_by.scale == 1.0 else outputs / made_by.scale
             self._accumulate(f"{key}.{names[0]}", outputs, None, diagonal=shape.tables > 0)
             if first:
-                inputs = with_ones(inputs) if shape.bias is not None else inputs
-                self._accumulate(f"{key}.{names[1]}", inputs, weights)
+                weights = None if made_by.weights is None else made_by.weights[start:stop].to(inputs)
+                inputs = inputs.mean(-2, keepdim=True) if self._sharing == "reduce" else inputs
+                self._accumulate(f"{key}.{names[1]}", inputs, weights, with_ones=shape.bias is not None)
                 self._count(key, len(inputs) if weights is None else weights.sum(), inputs.shape[-2])
         if isinstance(form, Product):
             self._check_inputs(shape.weight, form)
@@ -240,32 +258,41 @@ class FactorSums:
             weights = weights if made_by.weights is None else made_by.weights.to(dtype)
             counts = torch.zeros(1, rows.rows, dtype=dtype, device=rows.device)
             counts[0].index_add_(0, rows.ids.flatten(), weights[:, None].expand(rows.ids.shape).flatten())
-            self.factors[f"{key}.left"] = self.factors.get(f"{key}.left", 0.0) + counts
+            self._factors[f"{key}.left"] = self._factors.get(f"{key}.left", 0.0) + counts
             self._count(key, weights.sum(), rows.ids.shape[1])
 
-    def _accumulate(self, name: str, values: Tensor, weights: Tensor | None, diagonal: bool = False) -> None:
-        """Add Σ_n w_n Σ_t v_nt v_ntᵀ of values [n, t, d] or [n, G, t, d] to a factor, or only its diagonal."""
+    def _accumulate(
+        self, name: str, values: Tensor, weights: Tensor | None, *, diagonal: bool = False, with_ones: bool = False
+    ) -> None:
+        """Add Σ_n w_n Σ_t v_nt v_ntᵀ of values [n, t, d] or [n, G, t, d] to a factor, or only its diagonal.
+
+        `with_ones`: each v has a further entry that is always 1, which is the input that a bias is the weight of.
+        """
         if weights is not None:
             values = values * weights.sqrt().view(-1, *[1] * (values.ndim - 1))
-        values = values[:, None] if values.ndim == 3 else values
-        rows = values.movedim(0, 1).flatten(1, 2)  # [G, n·t, d]
-        groups, _, size = rows.shape
-        held = self.factors.get(name)
-        is_diagonal = held.ndim == 2 if held is not None else diagonal or size > self._max_side
-        if is_diagonal:
-            added = rows.square().sum(1)
-            self.factors[name] = added if held is None else held.add_(added)
-            return
+        rows = values.flatten(0, 1)[None] if values.ndim == 3 else values.movedim(0, 1).flatten(1, 2)  # [G, n·t, d]
+        groups, count, size = rows.shape
+        held = self._factors.get(name)
         if held is None:
-            held = self.factors[name] = rows.new_zeros(groups, size, size)
-        if groups == 1:
-            held[0].addmm_(rows[0].mT, rows[0])
+            full = size + with_ones
+            shape = (groups, full) if diagonal or full > self._max_side else (groups, full, full)
+            held = self._factors[name] = rows.new_zeros(shape)
+        if held.ndim == 2:
+            held[:, :size] += rows.square().sum(1)
+        elif groups == 1:
+            add_gram(held[0, :size, :size], rows[0])
         else:
-            held.baddbmm_(rows.mT, rows)
+            held[:, :size, :size].baddbmm_(rows.mT, rows)
+        if with_ones:
+            positions = values.shape[-2]
+            held.view(groups, -1)[:, -1] += count if weights is None else weights.sum() * positions
+            if held.ndim == 3:
+                ones = rows.new_ones(count) if weights is None else weights.sqrt().repeat_interleave(positions)
+                held[:, -1, :size] += (rows.mT @ ones).view(groups, size)
 
     def _count(self, key: str, samples: int | Tensor, positions: int) -> None:
-        count = torch.as_tensor(samples, dtype=torch.float64, device=self._parameters[0].device)
-        self.terms[key] = self.terms.get(key, torch.zeros_like(count)) + count * positions
+        count = samples if isinstance(samples, int) else samples.double()
+        self.terms[key] = self.terms.get(key, 0.0) + count * positions
 
     def _check_inputs(self, i: int, product: Product) -> None:
         """Raise if the inputs differ between the passes of a batch: then the sides have been taken for each other."""

@@ -1,7 +1,8 @@
 """`Laplace`: a Gaussian posterior over parameters from a Fisher information, what it predicts, and its evidence.
 
 p(θ | data) ≈ N(θ̂, P⁻¹),  P = N F + δ     θ̂ the trained parameters, N F the sum over training samples, δ the precision
-                                           of the prior: weight decay δ on the summed loss, δ/N on the mean loss
+                                           of the prior: weight decay δ on the summed loss, δ/N on the mean loss;
+                                           F is diagonal, or in Kronecker form (curvature.py)
 sampled       mean over θ ~ N(θ̂, P⁻¹) of p(y | z(x, θ))
 linearised    the same with z(x, θ̂) + J(θ - θ̂) in place of z(x, θ): Gaussian outputs with covariance J P⁻¹ Jᵀ
 probit        softmax(z/√(1 + π v/8)), v the diagonal of that covariance, without random numbers
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import finite_number, integer_in_range, message, one_of, random_seed
 from neuromanifold.operators.jacobian import WithParameters
+from neuromanifold.operators.kronecker import KroneckerFisher
 from neuromanifold.problem.cotangents import batch_seed
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import plain_name
@@ -29,43 +31,13 @@ from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
-from neuromanifold.uses.covariance import output_covariances, unlabelled
-from neuromanifold.uses.matching import finite_mean, matched
+from neuromanifold.uses.laplace.covariance import output_covariances, unlabelled
+from neuromanifold.uses.laplace.curvature import Block, Curvature, curvature_of, shapes_of
+from neuromanifold.uses.matching import RESULT, matched_shapes
 
 Method = Literal["probit", "linearised", "sampled"]
 _KNOWN: dict[str, type[Core]] = {"Categorical": Categorical, "Bernoulli": Bernoulli, "Gaussian": Gaussian}
 _FINGERPRINTED = 1024  # numbers of each parameter, as in a result's provenance
-
-
-class Curvature(Protocol):
-    """N F in a basis in which it is diagonal: all that a posterior needs to know of it."""
-
-    def eigenvalues(self, name: str) -> Tensor:
-        """Return the eigenvalues of the block of one parameter, in the shape that `rotate` gives."""
-
-    def rotate(self, name: str, values: Tensor) -> Tensor:
-        """Return n vectors of one parameter, in its shape, in the basis of eigenvectors, [n, ...]."""
-
-    def rotate_back(self, name: str, values: Tensor) -> Tensor:
-        """Return vectors of the basis of eigenvectors in the parameter's shape: the inverse of `rotate`."""
-
-
-class DiagonalCurvature:
-    """The diagonal of F, summed over `samples` samples: the entries are the eigenvalues."""
-
-    def __init__(self, fim: DiagonalFisher, samples: int) -> None:
-        self._fim, self._factor = fim, samples / fim.count
-
-    def eigenvalues(self, name: str) -> Tensor:
-        """Return N F of one parameter."""
-        return self._fim.sums[name] * self._factor
-
-    def rotate(self, name: str, values: Tensor) -> Tensor:
-        """Return the vectors as they are, since parameters are the basis."""
-        del name
-        return values
-
-    rotate_back = rotate
 
 
 class Prediction(NamedTuple):
@@ -78,7 +50,7 @@ class Prediction(NamedTuple):
 class Laplace:
     """A Gaussian posterior over the parameters of a result, N(θ̂, (N F + δ)⁻¹), around those of the model.
 
-        fim = nm.fisher_diagonal(model, training_data, parameters="head.*")      last layer, or all of them
+        fim = nm.fisher_kronecker(model, training_data, parameters="head.*")     last layer, or all of them
         laplace = nm.Laplace(model, fim).optimize_prior_precision()
         laplace.predict(test_data).mean                                         probabilities [N, C]
 
@@ -87,8 +59,10 @@ class Laplace:
 
     Args:
         model: the trained model at whose parameters `fim` was computed.
-        fim: the result; over part of the training data if `samples` says how many there are in all.
-        prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor.
+        fim: of `nm.fisher_kronecker`, with correlations inside of each layer, or of `nm.fisher_diagonal`, without
+            any; over part of the training data if `samples` says how many there are in all.
+        prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor,
+            the same for a weight and a bias that share a Kronecker block.
         likelihood: as in `nm.fisher_diagonal`; needed only if the result's was not one of the library's own classes.
         samples: how many training samples there are, N; the result's own count if not given.
 
@@ -97,20 +71,23 @@ class Laplace:
     def __init__(
         self,
         model: nn.Module,
-        fim: DiagonalFisher,
+        fim: DiagonalFisher | KroneckerFisher,
         prior_precision: float | Mapping[str, float] = 1.0,
         likelihood: Likelihood | None = None,
         samples: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(message("model", "a torch.nn.Module", type(model).__name__))
+        shapes = shapes_of(fim)
+        there = {name: parameter.shape for name, parameter in model.named_parameters()}
+        advice = f"It was made for {fim.provenance.model or 'another model'}; select parameters when making it."
         self.model = model
-        self._given = matched(fim, dict(model.named_parameters()))
+        self._given = matched_shapes(shapes, there, fim.provenance.tied, "fim", RESULT, advice)
         self._fim = fim
         self._check_result()
         self.samples = _samples(fim, samples)
         self.likelihood = _likelihood(fim, likelihood)
-        self.curvature: Curvature = DiagonalCurvature(fim, self.samples)
+        self.curvature: Curvature = curvature_of(fim, self.samples)
         self.prior_precision = self._prior(prior_precision)
 
     def __repr__(self) -> str:
@@ -171,17 +148,19 @@ class Laplace:
     def optimize_prior_precision(self, scope: Literal["model", "tensor"] = "model") -> Self:
         """Return the posterior with the prior precision of most evidence: one δ for the model, or one for each tensor.
 
+        A weight and a bias in one Kronecker block count as one tensor.
+
         δ‖θ̂‖² = Σ_i h_i/(h_i + δ) with h the eigenvalues of N F: the left side increases with δ and the right side
         decreases, so that there is one solution, and it is the maximum.  No pass over the data is needed.
         """
         one_of(scope, "scope", "model", "tensor")
         self._check_weights()
-        names = list(self._given)
-        found: dict[str, float] = {}
-        for group in [names] if scope == "model" else [[name] for name in names]:
-            values = [self.curvature.eigenvalues(name).double().flatten() for name in group]
-            norm = sum(float(self._means[name].detach().double().square().sum()) for name in group)
-            found |= dict.fromkeys(group, _best_precision(values, norm, group))
+        blocks, found = list(self.curvature.blocks), dict[str, float]()
+        for group in [blocks] if scope == "model" else [[block] for block in blocks]:
+            names = [name for block in group for name in block]
+            values = [self.curvature.eigenvalues(block).double().flatten() for block in group]
+            norm = sum(float(self._means[name].detach().double().square().sum()) for name in names)
+            found |= dict.fromkeys(names, _best_precision(values, norm, names))
         tuned = copy.copy(self)
         tuned.prior_precision = found
         return tuned
@@ -192,18 +171,21 @@ class Laplace:
         named = dict(self.model.named_parameters())
         return {name: named[given] for name, given in self._given.items()}
 
-    def _precisions(self, name: str) -> Tensor:
-        """The eigenvalues of P for one parameter."""
-        return self.curvature.eigenvalues(name) + self.prior_precision[name]
+    def _precisions(self, block: Block) -> Tensor:
+        """The eigenvalues of P for one block."""
+        return self.curvature.eigenvalues(block) + self.prior_precision[block[0]]
 
     def _draw(self, means: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """One draw of the parameters, by the model's names: θ̂ + Q (N Λ + δ)^-½ ε for N F = Q N Λ Qᵀ."""
         drawn = {}
-        for name, mean in means.items():
-            precision = self._precisions(name).to(generator.device)
+        for block in self.curvature.blocks:
+            given = self._precisions(block)
+            precision = given.to(generator.device)
             noise = torch.randn(precision.shape, generator=generator, dtype=precision.dtype, device=generator.device)
-            step = self.curvature.rotate_back(name, (noise * precision.rsqrt())[None])[0]
-            drawn[self._given[name]] = (mean.detach() + step.to(mean.device)).to(mean.dtype)
+            steps = self.curvature.rotate_back(block, (noise * precision.rsqrt()).to(given.device)[None])
+            for name, step in zip(block, steps, strict=True):
+                mean = means[name].detach()
+                drawn[self._given[name]] = (mean + step[0].to(mean.device)).to(mean.dtype)
         return drawn
 
     def _sampled(
@@ -239,11 +221,13 @@ class Laplace:
         held = {parameter: name for name, parameter in self._means.items()}
         names = {name: held[parameter] for name, parameter in problem.parameters.items()}
 
-        def root(name: str, values: Tensor) -> Tensor:
-            rotated = self.curvature.rotate(names[name], values)
-            return rotated * self._precisions(names[name]).to(rotated).rsqrt()
+        def root(block: Block, values: Sequence[Tensor]) -> Tensor:
+            rotated = self.curvature.rotate(block, values)
+            return rotated * self._precisions(block).to(rotated).rsqrt()
 
-        covariances = output_covariances(problem, root, full=samples > 0)
+        of_model = {name: other for other, name in names.items()}
+        blocks = {block: [of_model[name] for name in block] for block in self.curvature.blocks}
+        covariances = output_covariances(problem, root, blocks, full=samples > 0)
         for number, (z, covariance) in enumerate(zip(logits, covariances, strict=True)):
             z = z.to(torch.float64 if z.dtype == torch.float64 else torch.float32)
             if covariance is None:
@@ -272,10 +256,11 @@ class Laplace:
     def _log_occam_factor(self) -> float:
         """½ Σ (log δ - log(h + δ)) - ½ δ ‖θ̂‖²: the factors of 2π cancel."""
         total = 0.0
+        for block in self.curvature.blocks:
+            prior = self.prior_precision[block[0]]
+            total -= 0.5 * float((self.curvature.eigenvalues(block).double() / prior).log1p().sum())
         for name, mean in self._means.items():
-            prior = self.prior_precision[name]
-            total -= 0.5 * float((self.curvature.eigenvalues(name).double() / prior).log1p().sum())
-            total -= 0.5 * prior * float(mean.detach().double().square().sum())
+            total -= 0.5 * self.prior_precision[name] * float(mean.detach().double().square().sum())
         return total
 
     def _problem(self, data: Iterable[object], reading: dict[str, Any]) -> Problem:
@@ -294,10 +279,15 @@ class Laplace:
         if given.keys() != self._given.keys():
             got = f"{len(given)} names; the first that differ: {sorted(given.keys() ^ self._given.keys())[:3]}"
             raise ValueError(message("prior_precision", f"a number for each of {len(self._given)} tensors", got))
-        return {
+        found = {
             name: finite_number(given[name], f"prior_precision[{name!r}]", positive=True, advice=advice)
             for name in self._given
         }
+        for block in self.curvature.blocks:
+            if len({found[name] for name in block}) > 1:
+                got = f"{[found[name] for name in block]} for {' and '.join(block)}"
+                raise ValueError(message("prior_precision", "the same for all tensors of a Kronecker block", got))
+        return found
 
     def _check_result(self) -> None:
         """Refuse what is no sum over samples of a Fisher information at the model's parameters."""
@@ -307,8 +297,6 @@ class Laplace:
             raise ValueError(message("fim", "a result that was not scaled", f"one multiplied by {p.scale:g}", advice))
         if p.target.startswith("not a Fisher"):
             raise ValueError(message("fim", "a Fisher information", f"{p.estimator}: {p.target}"))
-        for name in self._fim.sums:
-            finite_mean(self._fim, name)
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -347,7 +335,7 @@ def _rows(outputs: Outputs) -> Tensor:
     return outputs.logits if outputs.logits.ndim == 2 else outputs.select(outputs.logits)
 
 
-def _samples(fim: DiagonalFisher, samples: int | None) -> int:
+def _samples(fim: DiagonalFisher | KroneckerFisher, samples: int | None) -> int:
     """The number of training samples: the result's, unless those are counted along a path of training."""
     if samples is not None:
         return integer_in_range(samples, "samples", 1, 2**62, "training samples")
@@ -357,7 +345,7 @@ def _samples(fim: DiagonalFisher, samples: int | None) -> int:
     return fim.count
 
 
-def _likelihood(fim: DiagonalFisher, given: Likelihood | None) -> Likelihood:
+def _likelihood(fim: DiagonalFisher | KroneckerFisher, given: Likelihood | None) -> Likelihood:
     """The likelihood that the result was made with."""
     name = fim.provenance.likelihood
     if given is None:
