@@ -79,6 +79,7 @@ class Items:
         self, data: Iterable[object], compared: Callable[[Iterable[tuple[int, object]]], Iterator[tuple[int, object]]]
     ) -> None:
         self.dataset = getattr(data, "dataset", data)
+        self.sampler, self.batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
         self._data, self._compared = data, compared
 
     def __iter__(self) -> Iterator[object]:
