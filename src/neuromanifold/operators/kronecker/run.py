@@ -27,14 +27,12 @@ from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
-from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.dealing import Distributed
-from neuromanifold.run.fisher import loop_options, make_provenance
-from neuromanifold.run.loop import LoopOptions, run
+from neuromanifold.run.fisher import make_provenance
+from neuromanifold.run.loop import run
 from neuromanifold.run.methods import Method, make_method
 from neuromanifold.run.processes import together
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import Checkpoint, Distributed, LoopOptions, Settings
 
 _KINDS: tuple[Kind, ...] = ("kronecker", "table", "tied table")  # by FactorShape.tables
 _SECOND = 2**31  # no batch has this number: its seed is that of the second pass
@@ -99,7 +97,7 @@ def fisher_kronecker(
     settings, view = Settings.of(estimator, "auto", seed), check_reduction(reduction)
     if settings.granularity == "batch":
         raise ValueError(message("estimator", "one that squares per-sample gradients", repr(estimator)))
-    options = loop_options(progress, shard, checkpoint, "raise", distributed)
+    options = LoopOptions.of(progress, shard, checkpoint, "raise", distributed=distributed)
     limits = (
         integer_in_range(max_block, "max_block", 0, 2**20, "entries of a parameter with a dense block"),
         integer_in_range(max_side, "max_side", 1, 2**20, "features of a dense factor"),
@@ -113,7 +111,7 @@ def fisher_kronecker(
         beside = options.checkpoint if options.checkpoint is None or not both else _beside(options.checkpoint)
         repeated = problem.repeated() if both else None
         problem = problem if repeated is None else replace(problem, data=repeated.items())
-        method = make_method(problem, estimator, settings.granularity)  # of both passes: gradients are verified once
+        method = make_method(problem, settings)  # of both passes: gradients are verified once
         blocks, counts = _factors(
             problem, settings, weight_sharing, limits, replace(options, checkpoint=beside), method
         )
