@@ -76,7 +76,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 def undocumented(page: str) -> set[str]:
     """Public names that the reference does not list."""
     listed = re.findall(r"^ {3}([\w.]+)$", page, re.MULTILINE)
-    modules = {name.split(".")[0] for name in listed if "." in name}
+    modules = {part for name in listed for part in name.split(".")[:-1]}
     return {name for name in nm.__all__ if name not in listed and name not in modules and not name.startswith("__")}
 
 
