@@ -54,6 +54,16 @@ def test_the_readme_has_code() -> None:
     assert BLOCK.search((ROOT / "README.md").read_text())
 
 
+def test_the_readme_has_the_table_of_tools_that_the_page_has() -> None:
+    page = (DOCS / "get-started" / "coming-from.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    assert len(table) > 7
+    assert "\n".join(table) in (ROOT / "README.md").read_text()
+    tried = (ROOT / "benchmarks" / "results" / "coming-from.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[3:]]
+    assert all(f"| {row[0]} | {row[1]} | True | yes |" in tried for row in rows)
+
+
 def test_every_local_link_of_the_readme_leads_somewhere() -> None:
     text = (ROOT / "README.md").read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text) + re.findall(r'src="(?!https?:)([^"]+)"', text)

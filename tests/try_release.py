@@ -18,7 +18,7 @@ def run(*arguments: str) -> str:
 def main(root: Path) -> None:
     """Check version and files, run the README's first lines, and a result's way through the command line."""
     package = Path(nm.__file__).parent
-    assert root not in package.parents, f"{package} is the clone, not what was installed"
+    assert root / "src" not in package.parents, f"{package} is the clone, not what was installed"
     assert nm.__version__ in (root / "CHANGELOG.md").read_text().split("\n## ")[1]
     for name in ("py.typed", "kernels/c/*.c", "report/templates"):
         assert list(package.glob(name)), f"the wheel has no {name}"
@@ -28,7 +28,7 @@ def main(root: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "fisher.safetensors")
         values["fim"].save(file)  # type: ignore[attr-defined]
-        assert "2.bias" in run("inspect", file)
+        assert "2.bias" in run("show", file)
         run("report", file, "-o", str(Path(folder) / "page.html"))
         assert (Path(folder) / "page.html").stat().st_size > 10_000
     assert nm.__version__ in run("env")

@@ -28,10 +28,10 @@ class Curvature(Protocol):
         """Return the eigenvalues of a block, in the shape [...] that `rotate` gives."""
 
     def rotate(self, block: Block, values: Sequence[Tensor]) -> Tensor:
-        """Return n vectors, [n, *shape] for each parameter of a block, in the basis of eigenvectors, [n, ...]."""
+        """Return n vectors, `[n, *shape]` for each parameter of a block, in the basis of eigenvectors, [n, ...]."""
 
     def rotate_back(self, block: Block, values: Tensor) -> list[Tensor]:
-        """Return vectors of that basis in the parameters' shapes, [n, *shape] each: the inverse of `rotate`."""
+        """Return vectors of that basis in the parameters' shapes, `[n, *shape]` each: the inverse of `rotate`."""
 
 
 class DiagonalCurvature:
