@@ -90,8 +90,11 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     @property
     def trace(self) -> TraceEstimate:
         """Σ_i F_ii.  Its standard error is an upper bound, the sum of the entries'; `nm.fisher_trace` is sharper."""
-        total, noise = (sum(float(t.double().sum()) for t in d.values()) for d in (self.sums, self.noise))
+        total, noise = (sum(map(self._total, d.values())) for d in (self.sums, self.noise))
         return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
+
+    def _total(self, tensor: Tensor) -> float:
+        return float(tensor.double().sum())
 
     @property
     def relative_error(self) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, TraceSums
+from neuromanifold.persample.accumulate.sharded import ShardedSums
+from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
@@ -21,12 +25,14 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.dealing import Distributed
 from neuromanifold.run.interrupts import OnInterrupt
 from neuromanifold.run.loop import CudaGraphs, LoopOptions, run
 from neuromanifold.run.methods import Granularity
+from neuromanifold.run.sharded import run_sharded, sharded
 from neuromanifold.run.step import Settings
 
 _FINGERPRINTED = 1024  # numbers of each parameter
@@ -104,7 +110,7 @@ def fisher_diagonal(
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
-        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = loop_options(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
@@ -115,6 +121,8 @@ def diagonal_of(
     problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
+    if problem.sharded:
+        return _sharded_diagonal(problem, settings, options, view, rtol)
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=random, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
@@ -126,6 +134,19 @@ def diagonal_of(
         make_provenance(problem, settings, counts, options.shard),
         view,
     )
+
+
+def _sharded_diagonal(
+    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction, rtol: float | None
+) -> ShardedFisher:
+    """Return the diagonal of a model in FSDP2, of which each process has its part."""
+    with sharded(problem, settings, options) as shards:
+        sums = ShardedSums(shards, fourth_powers=settings.estimator.noise_factor > 0)
+        counts = _run(problem, settings, sums, options, rtol, shards)
+        names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
+        sums_and_noise = (dict(zip(names, each, strict=True)) for each in (sums.squares, sums.noise()))
+    provenance = replace(provenance, weights=shards.fingerprint)
+    return ShardedFisher(*sums_and_noise, counts.samples, counts.positions, provenance, view)
 
 
 @torch.inference_mode(mode=False)
@@ -157,13 +178,15 @@ def fisher_trace(
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
-        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = loop_options(progress, shard, checkpoint, on_interrupt, distributed)
     sums = TraceSums(estimator.noise_factor)
-    counts = _run(problem, settings, sums, options, rtol)
+    with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+        counts = _run(problem, settings, sums, options, rtol, shards)
     provenance = make_provenance(problem, settings, counts, options.shard)
+    provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance
     return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view, counts.positions)
 
 
@@ -207,7 +230,12 @@ def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _run(
-    problem: Problem, settings: Settings, sums: DiagonalSums | TraceSums, options: LoopOptions, rtol: float | None
+    problem: Problem,
+    settings: Settings,
+    sums: DiagonalSums | ShardedSums | TraceSums,
+    options: LoopOptions,
+    rtol: float | None,
+    shards: Shards | None = None,
 ) -> Counts:
     """Run the loop, and stop it once Σ stderr <= rtol Σ F."""
     random = settings.estimator.noise_factor > 0
@@ -224,9 +252,11 @@ def _run(
             return ""
         return f"stopped after {counts.batches} batches: relative standard error {error:.3g} <= rtol {rtol:g}"
 
-    counts = run(
-        problem, settings, sums, options, enough=None if rtol is None else enough, relative_error=relative_error
-    )
+    stops = None if rtol is None else enough
+    if shards is None:
+        counts = run(problem, settings, sums, options, enough=stops, relative_error=relative_error)
+    else:
+        counts = run_sharded(problem, settings, sums, options, shards, enough=stops)
     if rtol is not None and not counts.stopped:
         error = relative_error(counts)
         if error is not None and error > rtol:

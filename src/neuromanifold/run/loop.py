@@ -203,7 +203,7 @@ def _run(
         if processes.several:
             if compares and before:
                 before.compare(processes, not counts.stopped)
-            counts = _of_all(processes, counts, dealing)
+            counts = of_all_processes(processes, counts, dealing)
             assert isinstance(sums, SharedSums)
             sums.reduce(processes)
             processes.meet(problem.device)
@@ -225,7 +225,7 @@ class _Looks:
 
     def at_once(self, counts: Counts, sums: GradientSums) -> str:
         """Return why it is enough, or nothing; for a process that is alone."""
-        return self._enough(counts, sums) if self._enough and _is_due(counts.batches) else ""
+        return self._enough(counts, sums) if self._enough and is_due(counts.batches) else ""
 
     def after(self, place: int, counts: Counts, sums: GradientSums, synchronize: Callable[[], None]) -> str:
         """Return why it is enough after a window of this process, in which all processes agree."""
@@ -245,7 +245,7 @@ class _Looks:
         self, rounds: int, counts: Counts, sums: GradientSums, synchronize: Callable[[], None], ended: bool
     ) -> tuple[str, bool]:
         """Return the reason to stop, and whether all processes are at the end of their data."""
-        if self._enough is None or rounds <= self._first or not _is_due(rounds):
+        if self._enough is None or rounds <= self._first or not is_due(rounds):
             return "", False
         synchronize()
         state = {**counts.state(), "methods": counts.methods}
@@ -262,7 +262,7 @@ class _Looks:
         return self._processes.gather("reason", reason)[0], all(one[1] for one in found)
 
 
-def _is_due(number: int) -> bool:
+def is_due(number: int) -> bool:
     """Whether accuracy is looked at after so many batches or rounds, since it costs: 1, ..., 16, 18, 20, ..."""
     return number % max(1, number // 8) == 0
 
@@ -290,7 +290,7 @@ def _agreed(
     return chain([] if head is None else [head], windows), own_data
 
 
-def _of_all(processes: Processes, counts: Counts, dealing: Dealing) -> Counts:
+def of_all_processes(processes: Processes, counts: Counts, dealing: Dealing) -> Counts:
     """Return the counts of all processes together."""
     own = {name: getattr(counts, name) for name in ("passes", "verified", "methods", "stopped", "first")}
     of_all, total = processes.gather("counts", {**counts.state(), **own}), Counts()

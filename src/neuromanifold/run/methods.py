@@ -150,7 +150,7 @@ class PerSample(Method):
     ) -> None:
         """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent."""
         self._problem, self._estimator = problem, estimator
-        tokens = tokens and granularity == "auto" and _independent_tokens(estimator)
+        tokens = tokens and granularity == "auto" and independent_tokens(estimator)
         self.engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim, tokens=tokens)
         self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
         self._positions_apart = isinstance(estimator, Exact)
@@ -211,7 +211,7 @@ class PerSample(Method):
             at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
             if at_once > 1 and self.engine.vectorizes(backward, logits):
                 group.extend(islice(cotangents, at_once - 1))
-                made_by = [self._pass(one, 1.0, more=True) for one in group]
+                made_by = [pass_of(one, self._estimator, more=True) for one in group]
                 backward.to_uses(logits, [one.values for one in group], [sums] * len(group), made_by)
                 self.passes += len(group)
             else:
@@ -253,7 +253,7 @@ class PerSample(Method):
         for piece in pieces:
             keep = cotangent.left > 1 or apart or bool(alone)
             scale = self.scale_of(logits, piece, backward)
-            made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
+            made_by, values = pass_of(cotangent, self._estimator, scale), piece if scale == 1.0 else piece * scale
             sent = values.clone() if alone else values  # a backward that works in place would change it
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._mixes:
@@ -268,11 +268,6 @@ class PerSample(Method):
     def _sends_positions_apart(self, backward: PerSampleBackward) -> bool:
         """Whether fixed columns need a pass for each position, since gradients of samples are sums over positions."""
         return self._positions_apart and not backward.all_by_token
-
-    def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
-        more, independent = more or cotangent.left > 1, self._estimator.independent_passes
-        noise = cotangent.noise, cotangent.sample_noise
-        return Pass(scale, *noise, independent, more, cotangent.token_noise, cotangent.weights)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""
@@ -329,7 +324,14 @@ def captured_forward(
             restore()
 
 
-def _independent_tokens(estimator: Estimator) -> bool:
+def pass_of(cotangent: Cotangent, estimator: Estimator, scale: float = 1.0, more: bool = False) -> Pass:
+    """Return what accumulators need to know of the pass of a cotangent."""
+    more, independent = more or cotangent.left > 1, estimator.independent_passes
+    noise = cotangent.noise, cotangent.sample_noise
+    return Pass(scale, *noise, independent, more, cotangent.token_noise, cotangent.weights)
+
+
+def independent_tokens(estimator: Estimator) -> bool:
     """Whether the squares of a sequence's tokens have the same mean as that of their sum, and independent noise.
 
     Given labels are not centred, and adaptive passes keep or drop the tokens of a sequence together.
