@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch._dynamo  # here, so that processes need not import it
 
 import neuromanifold as nm
 from tests.distributed import sharded_runs

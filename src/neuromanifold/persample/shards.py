@@ -1,9 +1,9 @@
 """Parameters in FSDP2 (`fully_shard`), of which each process holds a part, and sums of which each keeps its part.
 
-A module computes with whole parameters, which are in memory during its forward and its backward pass alone.  These are the
-ones that autograd knows, so that its gradients, before FSDP reduces them, are those of this process's batch.  Whatever is
-computed from them has the parameter's full size for a moment; it is then added up over processes and divided among them
-as FSDP does with gradients (reduce-scatter), one layer after the other:
+A module computes with whole parameters, which are in memory during its forward and its backward pass alone.  These are
+the ones that autograd knows, so that its gradients, before FSDP reduces them, are those of this process's batch.  What
+is computed from them has the full size for a moment; it is then added up over processes and divided among them as FSDP
+does with gradients (reduce-scatter), one layer after the other:
 
     rule ─► Σ_n g_n² over the local batch, full size ─► LayerSums ─► Σ over processes, this process's part
 
@@ -53,7 +53,7 @@ class Shards:
         for unit, module in enumerate(self._modules):
             module.unshard()
             for owner, name, i in places:
-                gathered = owner._parameters[name]
+                gathered: Any = owner._parameters[name]
                 if i not in whole and gathered is not self.held[i]:
                     whole[i], self.units[i] = gathered, unit
                     self.thinned[names[i]] = Thinned.of(gathered, _FINGERPRINTED)
@@ -124,7 +124,8 @@ class Shards:
 
             return hand_over
 
-        handles = [self.whole[i].register_hook(hook(i)) for i in numbers]
+        wholes: list[Any] = self.whole  # whose method has no types
+        handles = [wholes[i].register_hook(hook(i)) for i in numbers]
         try:
             yield
         finally:

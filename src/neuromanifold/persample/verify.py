@@ -124,9 +124,7 @@ class Verification:
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
-        expected = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
-        if reference.shards is not None:
-            expected = reference.union("expected", expected)
+        expected = reference.union("expected", uses.counts.keys() | reference.gradients.keys() - set(uses.remaining))
         self.failed = reference.union("failed", frozenset(refused) | seen.wrong(expected, sums))
         """Parameters whose per-sample gradients are not autograd's."""
 

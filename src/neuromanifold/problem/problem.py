@@ -78,8 +78,8 @@ class Problem:
     ) -> Problem:
         """Check all arguments that can be checked without a batch; they are those of `nm.fisher_diagonal`.
 
-        `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.  `shards`: it may be
-        in FSDP2, whose parameters are divided among processes.
+        `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.
+        `shards`: it may be in FSDP2, whose parameters are divided among processes.
         """
         model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
@@ -160,9 +160,9 @@ class Problem:
                 expected = "without reentrant activation checkpointing"
                 raise ValueError(message("model", expected, got, advice)) from error
 
-    def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[tuple[int, object]]:
-        """Number the items of the data as they come, perhaps with a progress bar; `read` makes batches of them."""
-        return enumerate(tracked(self.data, description) if progress else self.data)
+    def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[object]:
+        """Go through the data once, perhaps with a progress bar; `read` makes batches of the items."""
+        return iter(tracked(self.data, description) if progress else self.data)
 
     def read(self, item: object, number: int) -> Batch:
         """Make a batch on the model's device from an item of the data."""
@@ -171,7 +171,7 @@ class Problem:
 
     def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:
         """Go through the data once."""
-        for number, item in self.items(progress=progress, description=description):
+        for number, item in enumerate(self.items(progress=progress, description=description)):
             yield self.read(item, number)
 
     def repeated(self) -> RepeatedBatches:

@@ -25,7 +25,7 @@ _EARLY = 8  # batches in which gradients may become much larger than before
 class ShardedSums:
     """Σ g² for each entry of this process's parts, and Σ c g⁴ of all samples, in float32 or better.
 
-    Fourth powers of small numbers underflow: those of a batch are kept in units of a power of two, and so are their sums.
+    Fourth powers of small numbers underflow: those of a batch are kept in units of a power of two, and so are sums.
     Processes exchange them in float64, since each has units of its own.
     """
 
@@ -64,7 +64,7 @@ class ShardedSums:
             values = g.to(promoted(g.dtype)) / made_by.scale
             self._layers.put(i, "squares", values.square())
             if self._keeps and made_by.noise:
-                size = self._size(i, lambda values=values: root_mean_square(values))  # type: ignore[misc]
+                size = self._size(i, lambda values=values: root_mean_square(values))
                 fourths = (values / size).square_().square_().double()
                 self._layers.put(i, "fourths", fourths.mul_(made_by.noise * size**4))
 
