@@ -154,6 +154,9 @@ class Product(Form):
         """Add (left²)ᵀ(right²) if there is one position; else use a kernel, or write out and square tiles."""
         ins = self.right.shape[-1]
         outs = self.shape.numel() // ins if ins else 0  # of all groups
+        if not to.takes_rows(outs):
+            super().add_squares(to)
+            return
         dtype, flat = to.squares.dtype, to.view(outs, ins)
         if self.single:
             step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
@@ -167,7 +170,8 @@ class Product(Form):
     def _add_squares_by_tiles(self, to: Accumulators) -> None:
         """Write out a few samples at a time; for a large weight, a few rows of one sample."""
         (outs, ins), dtype = to.squares.shape, to.squares.dtype
-        if outs * ins > row_limit(self.device) and self.left.ndim == 3:
+        whole_rows = to.rows is None or len(to.rows) == outs
+        if outs * ins > row_limit(self.device) and self.left.ndim == 3 and whole_rows:
             self._add_squares_by_rows(to, max(1, row_limit(self.device) // ins))
             return
         for start, stop in self.pieces():
@@ -237,6 +241,8 @@ class Rows(Form):
         sums, rows, _ = self._touched(to.squares.dtype)
         squares = sums.mul_(to.factor).square_()
         to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
+        if to.rows is not None:
+            to.rows.index_add_(0, rows, squares.sum(1).clamp_(max=BOUND).square_(), alpha=to.weight)
         if to.fourths is not None:
             to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 
@@ -322,6 +328,12 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, t
     """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
     right2 = right.square()
     to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
+    if to.rows is not None and left4 is None:
+        to.add_row_norms(left2 * right2.sum(1, keepdim=True))
+    elif to.rows is not None and left4 is not None:
+        powers = left4.T @ right2.sum(1).clamp_(max=BOUND**0.5).square_()
+        parts = len(powers) // len(to.rows)  # (Σ_k a_k)² <= K Σ_k a_k²
+        to.rows.add_(powers.view(len(to.rows), parts).sum(1), alpha=parts * to.weight)
     if to.fourths is not None:
         left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
         to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
