@@ -141,9 +141,15 @@ class Product(Form):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""
-        left = self.left.to(weights.dtype) * weights.view(-1, *[1] * (self.left.ndim - 1))
-        left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, self.right.to(weights.dtype)))  # [G, n·t, o]
-        return (left.mT @ right).view(self.shape)
+        total: Tensor | None = None
+        for start, stop in ranges(self.samples, tile_size(self.device) // max(1, self.left[:1].numel())):
+            left, right = self.left[start:stop].to(weights.dtype), self.right[start:stop].to(weights.dtype)
+            left = left * weights[start:stop].view(-1, *[1] * (left.ndim - 1))
+            left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, right))  # [G, n·t, o]
+            total = left.mT @ right if total is None else total.add_(left.mT @ right)
+        if total is None:
+            return torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        return total.view(self.shape)
 
     def magnitude(self) -> Tensor:
         """Return the root mean square that the gradients have if positions are uncorrelated."""
@@ -195,8 +201,8 @@ class Product(Form):
         """Return Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else use tiles."""
         positions, outs, ins = self.left.shape[-2], self.left.shape[-1], self.right.shape[-1]
         if self.single:
-            norms = [side[:, 0].to(dtype).square().sum(1) for side in (self.left, self.right)]
-            return norms[0] * norms[1]
+            left, right = (torch.linalg.vector_norm(side[:, 0], dim=1, dtype=dtype) for side in (self.left, self.right))
+            return (left * right).square_()
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
         norms = []
@@ -359,10 +365,10 @@ def root_mean_square(values: Tensor) -> Tensor:
     """Return √(mean of squares), evaluated in float32 or better; 0 for an empty tensor."""
     if not values.numel():
         return torch.zeros((), device=values.device)
-    values = values.to(promoted(values.dtype))
-    if values.device.type == "cpu" and values.is_contiguous():
+    dtype = promoted(values.dtype)
+    if values.device.type == "cpu" and values.is_contiguous() and values.dtype == dtype:
         norm = torch.dot(values.view(-1), values.view(-1)).sqrt_()  # several times as fast
     else:
-        norm = torch.linalg.vector_norm(values)
+        norm = torch.linalg.vector_norm(values, dtype=dtype)
     size: Tensor = norm / values.numel() ** 0.5
     return size
