@@ -169,13 +169,11 @@ def measured(name: str, budget: Callable[[], float], only: list[str], repeats: i
     return rows
 
 
-def profile(name: str, kind: str, out: Path, tell: Callable[[str], None]) -> None:
+def print_profile(name: str, kind: str, out: Path, tell: Callable[[str], None]) -> None:
     """Write tables of the kernels and operations of two batches."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as Profile
-
     model, batch = made(SHAPES[name])
-    profiler = Profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     meter = Meter(batch, 3 if kind == "baseline" else WARM, 2, profiler)
     if kind == "baseline":
         baseline(model, meter)
@@ -231,7 +229,7 @@ def main() -> int:
             if end - time.monotonic() > 20:
                 free()
                 try:
-                    profile(name, kind, options.out, tell)
+                    print_profile(name, kind, options.out, tell)
                 except Exception:
                     tell(f"profile {name} {kind}: {traceback.format_exc()[-1500:]}")
     for name in options.only:

@@ -80,7 +80,7 @@ def data(vocabulary: int, batches: int, length: int) -> list[dict[str, Tensor]]:
 def compared(name: str, found: Any, expected: Any, limit: float) -> None:
     """Compare all entries of two results, and their standard errors."""
     for what in ("sums", "noise"):
-        a, b = ({key: value for key, value in getattr(one, what).items()} for one in (found, expected))
+        a, b = (dict(getattr(one, what)) for one in (found, expected))
         if any(bool(value.any()) for value in b.values()):
             error = max(distance(a[key], b[key]) for key in b if float(b[key].norm()) > 0)
             expect(f"{name} {what}", error, limit)

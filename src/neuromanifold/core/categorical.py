@@ -16,7 +16,6 @@ from neuromanifold.core.envelopes import EnvelopeErrors
 from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.core.sums import is_differentiated, square_root, sum_of_others
 
-
 _LARGE, _PART = 2**27, 2**24  # numbers of which no copies are made; and that are worked on at a time
 
 

@@ -17,8 +17,8 @@ from neuromanifold.core.checks import message, one_of
 from neuromanifold.estimators import Adaptive
 from neuromanifold.problem.model import select_parameters
 from neuromanifold.results.files import check_destination
-from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
+from neuromanifold.run.settings import Checkpoint
 
 DEFAULT = "Hutchinson()"
 ERROR_BARS: dict[str, Any] = {"auto": "auto", "entries": True, "rows": "rows", "none": False}
