@@ -217,7 +217,7 @@ class Categorical(Core):
         if self.given.numel() <= _LARGE or "probs" in self.__dict__:
             return None
         rows = self.given.reshape(-1, self.dim)
-        return [Categorical(part, validate=False) for part in rows.split(max(1, _PART // self.dim))]
+        return [Categorical(part, validate=False) for part in torch.split(rows, max(1, _PART // self.dim))]
 
     def _centred(self, v: Tensor) -> Tensor:
         """v - pᵀv, with v first shifted to 0 at the most likely class: F e = 0 allows it, and nothing cancels."""

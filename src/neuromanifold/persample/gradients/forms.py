@@ -202,7 +202,8 @@ class Product(Form):
         positions, outs, ins = self.left.shape[-2], self.left.shape[-1], self.right.shape[-1]
         if self.single:
             left, right = (torch.linalg.vector_norm(side[:, 0], dim=1, dtype=dtype) for side in (self.left, self.right))
-            return (left * right).square_()
+            found: Tensor = (left * right).square_()
+            return found
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
         norms = []
