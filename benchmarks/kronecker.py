@@ -362,12 +362,12 @@ def costs(name: str, repeats: int) -> dict[str, tuple[float, float]]:
 
 
 NOTES = """\
-Error: relative, in Frobenius norm, to the dense blocks of a small trained network (weight and bias together;
-laplace-torch takes them apart, which is part of its error), mean ± standard deviation over {seeds} seeds. Time: processor
-time over forward + backward ({baselines}) of a larger network, 2,048 images in batches of 128,
-medians of {repeats} turns, each of which has an untimed call before (kronfluence: one call; it writes every step to disk,
-and takes eigenvectors in float64). Error bars are switched off in ours, since no other tool has them. Eigenvectors are
-part of all but curvlinops' KFAC. MiB: peak memory above that before the call, in a fresh process.
+Error: relative, in Frobenius norm, to the dense blocks of a small trained network (weight and bias together; laplace-
+torch takes them apart, which is part of its error), mean ± standard deviation over {seeds} seeds. Time: processor
+time over forward + backward ({baselines}) of a larger network, 2,048 images in batches of 128, medians of {repeats}
+turns, each of which has an untimed call before (kronfluence: one call; it writes every step to disk, and takes
+eigenvectors in float64). Error bars are switched off in ours, since no other tool has them. Eigenvectors are part of
+all but curvlinops' KFAC. MiB: peak memory above that before the call, in a fresh process.
 
 The bare loop is what EKFAC consists of: two forward and backward passes, four products for factors and rotations and
 one for eigenvalues in each layer and batch, and the eigenvectors; for these networks alone, with nothing checked.
