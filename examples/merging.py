@@ -1,7 +1,8 @@
 """Merge two fine-tuned models, each parameter weighted by its Fisher information.
 
 python examples/merging.py
-python examples/merging.py --models textattack/bert-base-uncased-SST-2 textattack/bert-base-uncased-imdb --data a.csv b.csv
+python examples/merging.py --data sst.csv imdb.csv \\
+    --models textattack/bert-base-uncased-SST-2 textattack/bert-base-uncased-imdb
 """
 
 import argparse

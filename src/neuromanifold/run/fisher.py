@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
 from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.lockstep.loop import run_sharded, sharded
@@ -70,6 +71,7 @@ def fisher_diagonal(
     shard: tuple[int, int] | None = None,
     on_interrupt: OnInterrupt = "raise",
     distributed: Distributed = "auto",
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
@@ -111,6 +113,9 @@ def fisher_diagonal(
             same call, share the batches of the same data, and each of them returns the whole result; or each has data
             of its own, if a DistributedSampler divides them.  "own data": each has data that no other has, however
             they were divided.  False: this process runs alone.
+        error_bars: what gets standard errors.  True: each entry, which takes as much memory as the values.  "rows": the
+            sum of each row of a weight (`fim.rows`), which takes a fraction of a percent.  False: nothing.  "auto":
+            rows for more than 2**28 entries, which `fim.error_bars` says, else each entry.
 
     """
     estimator = _estimator(estimator, passes)
@@ -119,38 +124,61 @@ def fisher_diagonal(
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
-    return diagonal_of(problem, settings, options, view, rtol)
+    return diagonal_of(problem, settings, options, view, rtol, error_bars)
 
 
 def diagonal_of(
-    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction = "mean",
+    rtol: float | None = None,
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
     if problem.sharded:
-        return _sharded_diagonal(problem, settings, options, view, rtol)
+        return _sharded_diagonal(problem, settings, options, view, rtol, check_error_bars(error_bars))
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=random, alike=alike)
+    parameters = list(problem.parameters.values())
+    kind = choose_error_bars(check_error_bars(error_bars), sum(parameter.numel() for parameter in parameters))
+    if rtol is not None and not kind:
+        raise ValueError(
+            message("error_bars", "True or 'rows' with rtol", "False", "rtol is a relative standard error.")
+        )
+    sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
+    noise = sums.noise(last=True) if kind or not random else []
+    provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
-        dict(zip(problem.parameters, sums.noise(last=True), strict=True)),
+        dict(zip(problem.parameters, noise, strict=bool(noise))),
         counts.samples,
         counts.positions,
-        make_provenance(problem, settings, counts, options.shard),
+        replace(provenance, error_bars=kind if random else True),
         view,
     )
 
 
 def _sharded_diagonal(
-    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction, rtol: float | None
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction,
+    rtol: float | None,
+    error_bars: ErrorBars | Literal["auto"],
 ) -> ShardedFisher:
     """Return the diagonal of a model in FSDP2, of which each process has its part."""
+    random = settings.estimator.noise_factor > 0
+    if error_bars == "rows" or (rtol is not None and not error_bars):
+        got = f"{error_bars!r}" + (" with rtol" if rtol is not None else "")
+        raise ValueError(message("error_bars", "True, or False without rtol, for a model in FSDP2", got))
     with sharded(problem, settings, options) as shards:
-        sums = ShardedSums(shards, fourth_powers=settings.estimator.noise_factor > 0)
+        sums = ShardedSums(shards, fourth_powers=random and bool(error_bars))
         counts = _run(problem, settings, sums, options, rtol, shards)
         names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
-        squares, noise = (dict(zip(names, each, strict=True)) for each in (sums.squares, sums.noise()))
-    provenance = replace(provenance, weights=shards.fingerprint)
+        squares = dict(zip(names, sums.squares, strict=True))
+        noise = dict(zip(names, sums.noise(), strict=True)) if error_bars or not random else {}
+    provenance = replace(provenance, weights=shards.fingerprint, error_bars=bool(error_bars) or not random)
     return ShardedFisher(squares, noise, counts.samples, counts.positions, provenance, view)
 
 
@@ -218,7 +246,8 @@ def _run(
         _check_rtol(rtol, settings.estimator)
 
     def relative_error(counts: Counts, sums: Any) -> float | None:
-        error = sums.relative_error() if random else None
+        kept = not isinstance(sums, DiagonalSums) or sums.kept
+        error = sums.relative_error() if random and kept else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     accuracy = Accuracy(rtol, relative_error)
