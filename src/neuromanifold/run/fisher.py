@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, message, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.persample.accumulate.sharded import ShardedSums
+from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
@@ -21,7 +25,10 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
+from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.counts import Counts
+from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run
 from neuromanifold.run.settings import (
     Checkpoint,
@@ -64,6 +71,7 @@ def fisher_diagonal(
     shard: tuple[int, int] | None = None,
     on_interrupt: OnInterrupt = "raise",
     distributed: Distributed = "auto",
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
@@ -105,32 +113,73 @@ def fisher_diagonal(
             same call, share the batches of the same data, and each of them returns the whole result; or each has data
             of its own, if a DistributedSampler divides them.  "own data": each has data that no other has, however
             they were divided.  False: this process runs alone.
+        error_bars: what gets standard errors.  True: each entry, which takes as much memory as the values.  "rows": the
+            sum of each row of a weight (`fim.rows`), which takes a fraction of a percent.  False: nothing.  "auto":
+            rows for more than 2**28 entries, which `fim.error_bars` says, else each entry.
 
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
-        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
-    return diagonal_of(problem, settings, options, view, rtol)
+    return diagonal_of(problem, settings, options, view, rtol, error_bars)
 
 
 def diagonal_of(
-    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction = "mean",
+    rtol: float | None = None,
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
+    if problem.sharded:
+        return _sharded_diagonal(problem, settings, options, view, rtol, check_error_bars(error_bars))
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=random, alike=alike)
+    parameters = list(problem.parameters.values())
+    kind = choose_error_bars(check_error_bars(error_bars), sum(parameter.numel() for parameter in parameters))
+    if rtol is not None and not kind:
+        raise ValueError(
+            message("error_bars", "True or 'rows' with rtol", "False", "rtol is a relative standard error.")
+        )
+    sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
+    noise = sums.noise(last=True) if kind or not random else []
+    provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
-        dict(zip(problem.parameters, sums.noise(last=True), strict=True)),
+        dict(zip(problem.parameters, noise, strict=bool(noise))),
         counts.samples,
         counts.positions,
-        make_provenance(problem, settings, counts, options.shard),
+        replace(provenance, error_bars=kind if random else True),
         view,
     )
+
+
+def _sharded_diagonal(
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction,
+    rtol: float | None,
+    error_bars: ErrorBars | Literal["auto"],
+) -> ShardedFisher:
+    """Return the diagonal of a model in FSDP2, of which each process has its part."""
+    random = settings.estimator.noise_factor > 0
+    if error_bars == "rows" or (rtol is not None and not error_bars):
+        got = f"{error_bars!r}" + (" with rtol" if rtol is not None else "")
+        raise ValueError(message("error_bars", "True, or False without rtol, for a model in FSDP2", got))
+    with sharded(problem, settings, options) as shards:
+        sums = ShardedSums(shards, fourth_powers=random and bool(error_bars))
+        counts = _run(problem, settings, sums, options, rtol, shards)
+        names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
+        squares = dict(zip(names, sums.squares, strict=True))
+        noise = dict(zip(names, sums.noise(), strict=True)) if error_bars or not random else {}
+    provenance = replace(provenance, weights=shards.fingerprint, error_bars=bool(error_bars) or not random)
+    return ShardedFisher(squares, noise, counts.samples, counts.positions, provenance, view)
 
 
 @torch.inference_mode(mode=False)
@@ -162,13 +211,15 @@ def fisher_trace(
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
-        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed)
     sums = TraceSums(estimator.noise_factor)
-    counts = _run(problem, settings, sums, options, rtol)
+    with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+        counts = _run(problem, settings, sums, options, rtol, shards)
     provenance = make_provenance(problem, settings, counts, options.shard)
+    provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance
     return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view, counts.positions)
 
 
@@ -182,7 +233,12 @@ def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
 
 
 def _run(
-    problem: Problem, settings: Settings, sums: DiagonalSums | TraceSums, options: LoopOptions, rtol: float | None
+    problem: Problem,
+    settings: Settings,
+    sums: DiagonalSums | ShardedSums | TraceSums,
+    options: LoopOptions,
+    rtol: float | None,
+    shards: Shards | None = None,
 ) -> Counts:
     """Run the loop, and stop it once Σ stderr <= rtol Σ F."""
     random = settings.estimator.noise_factor > 0
@@ -190,10 +246,16 @@ def _run(
         _check_rtol(rtol, settings.estimator)
 
     def relative_error(counts: Counts, sums: Any) -> float | None:
-        error = sums.relative_error() if random else None
+        kept = not isinstance(sums, DiagonalSums) or sums.kept
+        error = sums.relative_error() if random and kept else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
-    counts = run(problem, settings, sums, options, accuracy=Accuracy(rtol, relative_error))
+    accuracy = Accuracy(rtol, relative_error)
+    if isinstance(sums, DiagonalSums) or (isinstance(sums, TraceSums) and shards is None):
+        counts = run(problem, settings, sums, options, accuracy=accuracy)
+    else:
+        assert shards is not None
+        counts = run_sharded(problem, settings, sums, options, shards, accuracy)
     if rtol is not None and not counts.stopped:
         error = relative_error(counts, sums)
         if error is not None and error > rtol:
