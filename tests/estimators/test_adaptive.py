@@ -48,9 +48,10 @@ def peaked(n: int, c: int, seed: int = 0) -> nm.Categorical:
 # ---------------------------------------------------------------------------------------------------- allocation
 
 
-def least_variance(noise: Tensor, fisher: Tensor, passes: Tensor, cost: float) -> Tensor:
-    """The least Σ (2S² + F²)/π - F² over 0 < π <= 1 with Σ π(1 + 2m) <= cost, for given passes [choices, n]."""
-    amount, price = 2 * noise + fisher, 1 + 2 * passes
+def least_loss(noise: Tensor, scores: Scores, passes: Tensor, cost: float) -> Tensor:
+    """The least Σ ((2S² + F²)/π - F²)/t over 0 < π <= 1 with Σ π(1 + 2m) <= cost, for given passes [choices, n]."""
+    fisher, price = scores.fisher / scores.trace, 1 + 2 * passes
+    amount = 2 * noise / scores.trace + fisher
 
     def keep(at: Tensor) -> Tensor:
         return (amount / (at[:, None] * price)).sqrt().clamp(max=1)
@@ -65,7 +66,7 @@ def least_variance(noise: Tensor, fisher: Tensor, passes: Tensor, cost: float) -
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("n", "c"), [(1, 4), (3, 3), (4, 5), (5, 4)])
-def test_no_other_allocation_of_the_same_cost_has_less_variance(n: int, c: int, seed: int) -> None:
+def test_no_other_allocation_of_the_same_cost_has_less_loss(n: int, c: int, seed: int) -> None:
     """Brute force over all numbers of passes, with the best π for each, but for 5 %: several passes with π < 1.
 
     Twin: the same number of passes for all.
@@ -76,11 +77,11 @@ def test_no_other_allocation_of_the_same_cost_has_less_variance(n: int, c: int, 
     noise = scores.noise[torch.arange(n), choices]
     for budget in torch.linspace(0.3, 2 * c - 1, 12)[:-1].tolist():
         found = allocate(scores, budget * n)
-        claimed, cost = found.variance(scores), found.cost
+        claimed, cost = found.loss(scores), found.cost
         assert 0 < cost <= budget * n * (1 + 1e-12)
-        least = least_variance(noise, scores.fisher, scores.passes[choices], cost)
+        least = least_loss(noise, scores, scores.passes[choices], cost)
         assert claimed + found.price * cost <= (float(least.min()) + found.price * cost) * 1.01
-        assert claimed <= float(least.min()) * 1.05 + 1e-12 * float(scores.fisher.max())
+        assert claimed <= float(least.min()) * 1.05 + 1e-12 * float(scores.trace.max())
         same = (choices == choices[:, :1]).all(1)
         better += bool((claimed < 0.9 * least[same]).all())
     assert better or n == 1
@@ -95,7 +96,7 @@ def test_the_budget_is_spent_but_not_exceeded() -> None:
         assert found.price < before
         before = found.price
         assert bool(((found.keep == 1) | (found.passes == 1)).all())  # several passes only for those always kept
-        torch.testing.assert_close(found.keep, (scores.trace / math.sqrt(found.price)).clamp(max=1))
+        torch.testing.assert_close(found.keep, (scores.trace / found.price).sqrt().clamp(max=1))
 
 
 def test_everything_is_exact_where_the_budget_allows() -> None:
@@ -103,7 +104,7 @@ def test_everything_is_exact_where_the_budget_allows() -> None:
         scores = scores_of(core)
         found = allocate(scores, 20 * (1 + 2 * core.rank))
         assert (found.keep.tolist(), found.price) == ([1.0] * 20, 0.0)
-        assert found.variance(scores) < 1e-14
+        assert found.loss(scores) < 1e-14
         assert scores.passes[-1] == core.rank
 
 
@@ -122,7 +123,7 @@ def test_no_sample_and_none_with_information() -> None:
             scores = scores_of(core, budget)
             found = allocate(scores, budget)
             assert found.keep.shape == found.passes.shape == core.batch_shape
-            assert (found.cost, found.variance(scores)) == (0, 0)
+            assert (found.cost, found.loss(scores)) == (0, 0)
             assert not pays(nm.Adaptive(1.0), scores)
         assert len(chosen(found.keep, torch.Generator())) == 0
         assert in_full_groups(found.keep, 4, torch.Generator()).tolist() == found.keep.tolist()
@@ -397,4 +398,4 @@ def test_the_allocation_of_equal_samples_is_uniform_sampling() -> None:
     torch.testing.assert_close(found.keep, torch.full((40,), 1 / 3).double(), rtol=1e-3, atol=0)
     by_hand = Allocation(torch.full((40,), 1 / 3).double(), torch.ones(40).double(), 0.0)
     t, q = 3.0, 3.0
-    assert by_hand.variance(scores) == pytest.approx(40 * (2 * (t**2 - q) * 3 + 2 * (t**2 + 2 * q)))
+    assert by_hand.loss(scores) == pytest.approx(40 * (2 * (t**2 - q) * 3 + 2 * (t**2 + 2 * q)) / t)
