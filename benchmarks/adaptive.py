@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5, help="how often each run is timed")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further turn begins")

@@ -162,7 +162,7 @@ def trained_images(name: str, path: Path, device: torch.device, epochs: int, sam
     if device.type == "cpu":  # to see that everything runs
         make, epochs = SMALL[name][0], 0
     model = make().to(device)
-    train(model, images[:9000], labels[:9000], epochs, shift=False)
+    train(model, images[:9000], labels[:9000], epochs, batch=256, shift=False)
     model.eval()
     with torch.no_grad():
         right = [float((model(x[i]).argmax(-1) == y[i]).float().mean()) for x, y, i in _ends(images, labels)]

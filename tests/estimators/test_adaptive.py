@@ -18,6 +18,7 @@ from neuromanifold.estimators.adaptive import (
     Scores,
     allocate,
     chosen,
+    groups,
     in_full_groups,
     pays,
     score,
@@ -323,6 +324,20 @@ def test_inclusion_probabilities_are_exact(keep: list[float], monkeypatch: pytes
         kept = kept_by_start(pi, 64, monkeypatch, seed)
         assert kept.mean(0).tolist() == keep
         assert set(kept.sum(1).tolist()) <= {math.floor(pi.sum()), math.ceil(pi.sum())}
+
+
+def test_groups_of_samples_with_as_many_passes() -> None:
+    for passes, size, expected in (
+        ([3, 3, 2, 1], 8, [2, 2]),  # two samples of eight are enough
+        ([3, 2, 2, 2, 2, 1, 1], 8, [5, 2]),  # the first one alone is not
+        ([2] * 9 + [1] * 9, 8, [8, 8, 2]),
+        ([1] * 17, 8, [8, 8, 1]),
+        ([5, 4, 3], 1, [1, 1, 1]),
+        ([], 4, []),
+    ):
+        found = groups(torch.tensor(passes).double(), size)
+        assert found == expected
+        assert sum(found) == len(passes)
 
 
 def test_every_second_sample_is_not_kept_or_left_out_together() -> None:

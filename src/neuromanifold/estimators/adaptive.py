@@ -233,6 +233,20 @@ def in_full_groups(keep: Tensor, size: int, generator: torch.Generator) -> Tenso
     return torch.where(keep < 1, (keep * (wanted / expected)).clamp(max=1), keep)
 
 
+def groups(passes: Tensor, size: int) -> list[int]:
+    """Sizes of groups that samples in descending order of their numbers of passes [n] are divided into.
+
+    At most `size` of them; a quarter of it with the same number is worth a group of its own, fewer join the next ones.
+    """
+    found, open_ = [], 0
+    for same in passes.unique_consecutive(return_counts=True)[1].tolist():
+        full, open_ = divmod(open_ + same, size)
+        found += [size] * full
+        if 4 * open_ >= size:
+            found, open_ = [*found, open_], 0
+    return [*found, open_] if open_ else found
+
+
 def _random(generator: torch.Generator) -> Tensor:
     """A number between 0 and 1."""
     return torch.rand((), generator=generator, dtype=torch.float64, device=generator.device).cpu()

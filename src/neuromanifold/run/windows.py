@@ -25,6 +25,7 @@ from neuromanifold.estimators.adaptive import (
     Scores,
     allocate,
     chosen,
+    groups,
     in_full_groups,
     pays,
     score,
@@ -121,7 +122,8 @@ class AdaptiveSteps:
             for some in (own[sure], own[~sure]):
                 if len(some):
                     order = (allocation.passes[some] + allocation.keep[some]).argsort(descending=True, stable=True)
-                    for group in torch.split(some[order], max(1, *(window[b].samples for b in numbers))):
+                    sizes = groups(allocation.passes[some[order]], max(1, *(window[b].samples for b in numbers)))
+                    for group in torch.split(some[order], sizes):
                         self._run_group(group.sort().values, scores, allocation, window)
 
     def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Scored]) -> None:
