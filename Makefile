@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all check bench docs figures clean
+.PHONY: demo test test-all check bench docs figures release-check clean
 
 demo: .venv/installed-demo  ## every estimator on a small network, trained on the spot: a table, and a plot in demo/
 	$(BIN)/neuromanifold demo --out demo
@@ -34,13 +34,25 @@ docs: .venv/installed-docs  ## docs/_build/html/index.html, with every figure ma
 figures: .venv/installed-demo  ## docs/images/fisher-histograms.png, which the README shows
 	$(BIN)/python docs/figures/readme.py
 
+release-check: .venv/installed-release  ## wheel and sdist built, checked, and tried in a fresh environment; workflows linted
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet .github
+	rm -rf dist && $(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv dist/fresh
+	dist/fresh/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[cli]"
+	cd dist && fresh/bin/python ../tests/try_release.py ..
+
 clean:
-	rm -rf .venv docs/_build docs/reference/api docs/reference/commands.md demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv dist docs/_build docs/reference/api docs/reference/commands.md demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One virtual environment; a stamp for each set of extras that has been installed into it.
 .venv/installed-demo: EXTRAS := demo
 .venv/installed-test: EXTRAS := test
 .venv/installed-docs: EXTRAS := docs
+.venv/installed-release: EXTRAS := release
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

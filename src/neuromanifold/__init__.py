@@ -34,11 +34,11 @@ from neuromanifold.report import page as _page
 from neuromanifold.report import plots as _plots
 from neuromanifold.results import Comparison, DiagonalFisher, FileError, Provenance, TraceEstimate, load
 from neuromanifold.results.drawing import draw_with as _draw_with
-from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import ToleranceNotReachedWarning, fisher_diagonal, fisher_trace
 from neuromanifold.run.graphs import NotCapturedWarning
 from neuromanifold.run.methods import SlowPathWarning
 from neuromanifold.run.running import RunningFisher
+from neuromanifold.run.settings import Checkpoint
 from neuromanifold.uses.consolidation import Consolidation
 from neuromanifold.uses.influence import influence
 from neuromanifold.uses.laplace import Laplace

@@ -42,6 +42,35 @@ def diagonal(rank: int, path: Path, number: int, options: dict[str, Any]) -> Non
     nm.fisher_diagonal(network(), batches(number), **options).save(path / f"{rank}")
 
 
+def kronecker(rank: int, path: Path, number: int, options: dict[str, Any]) -> None:
+    """The result of every process, of a network with layers that share their inputs and parameters without factors."""
+    nm.fisher_kronecker(heads(), batches(number), **options).save(path / f"{rank}")
+
+
+def sampled_kronecker(rank: int, path: Path) -> None:
+    """Half of the samples each, by a DistributedSampler."""
+    nm.fisher_kronecker(heads(), loader(rank, 32, 2), nm.Exact()).save(path / f"{rank}")
+
+
+class Heads(nn.Module):
+    """Three layers with the same inputs, one of which is not used in all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+        self.a, self.b, self.c = (nn.Linear(8, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.a(x) * self.b(x) + (self.c(x) if len(x) > 6 else 0)
+
+
+def heads() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Heads()
+
+
 def several(rank: int, calls: list[tuple[Any, ...]]) -> list[str]:
     """One call after the other, `(function, *arguments)`, in the same processes; the errors that were raised."""
     errors = []

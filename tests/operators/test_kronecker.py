@@ -234,6 +234,47 @@ def test_limits() -> None:
         torch.testing.assert_close(found.diagonal()["1.weight"], expected)
 
 
+class Attends(nn.Module):
+    """Three layers with the same inputs; from the second batch on, one has others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.query(h) * self.key(h) + self.value(h + 1.0 if len(x) < 16 else h)
+
+
+def test_layers_with_the_same_inputs_share_a_factor() -> None:
+    model, data = Attends().double(), [X[:16], X[16:32], X[32:40]]
+    shared = nm.fisher_kronecker(model, data[:2], nm.MonteCarlo(), seed=3)
+    assert shared.blocks["query.weight"].right is shared.blocks["value.weight"].right
+    found = nm.fisher_kronecker(model, data, nm.MonteCarlo(), seed=3)
+    blocks = [found.blocks[f"{name}.weight"] for name in ("query", "key", "value")]
+    assert blocks[0].right is blocks[1].right
+    assert blocks[0].right is not blocks[2].right
+    h = torch.tanh(model.first(torch.cat(data))).detach()
+    others = torch.cat([h[:32], h[32:] + 1.0])
+    for block, inputs in zip(blocks, (h, h, others), strict=True):
+        extended = torch.cat([inputs, torch.ones(40, 1)], 1)
+        torch.testing.assert_close(block.factors()[1][0], extended.mT @ extended)
+    copied = nm.fisher_kronecker(Copies(model), data, nm.MonteCarlo(), seed=3)
+    torch.testing.assert_close(found.dense(), copied.dense())
+
+
+class Copies(nn.Module):
+    """The same model, where each layer has a copy of its inputs."""
+
+    def __init__(self, model: Attends) -> None:
+        super().__init__()
+        self.first, self.query, self.key, self.value = model.first, model.query, model.key, model.value
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.query(h.clone()) * self.key(h.clone()) + self.value(h + 1.0 if len(x) < 16 else h.clone())
+
+
 # Random estimators.
 
 SMALL = [X[:12]]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.run.graphs import CapturedSteps, GraphRecorder
-from neuromanifold.run.step import Step
+from neuromanifold.run.methods import Method
 
 
 class Graph(TorchDispatchMode):
@@ -100,6 +100,6 @@ class NoteReads(TorchDispatchMode):
 class CapturedOnCpu(CapturedSteps):
     last: "CapturedOnCpu"
 
-    def __init__(self, step: Step, sums: GradientSums, wanted: Any = True) -> None:
-        super().__init__(step, sums, wanted, CpuRecorder(step.generator))
+    def __init__(self, method: Method, sums: GradientSums, wanted: Any = True) -> None:
+        super().__init__(method, sums, wanted, CpuRecorder(method.generator))
         CapturedOnCpu.last = self

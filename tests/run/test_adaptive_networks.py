@@ -11,7 +11,7 @@ from torch import Tensor
 
 import neuromanifold as nm
 from neuromanifold.problem.cotangents import Cotangent
-from neuromanifold.run import step
+from neuromanifold.run import methods
 from tests.problems.architectures import ARCHITECTURES
 from tests.problems.networks import PROBLEMS
 from tests.problems.problem import Problem
@@ -67,13 +67,13 @@ def test_unbiased(name: str) -> None:
 
 def test_the_twin_of_several_networks_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cotangents of half their size, but for exact values."""
-    drawn = step.cotangents
+    drawn = methods.cotangents
 
     def halved(*given: Any) -> Iterator[Cotangent]:
         half = 1.0 if isinstance(given[1], nm.Exact) else 0.5
         return (one._replace(values=half * one.values) for one in drawn(*given))
 
-    monkeypatch.setattr(step, "cotangents", halved)
+    monkeypatch.setattr(methods, "cotangents", halved)
     assert all(z_score(ALL[name]) > LIMIT for name in ("CNN with BatchNorm", "tied embeddings"))
 
 

@@ -31,7 +31,6 @@ from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.cotangents import cotangents
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
@@ -41,7 +40,7 @@ from neuromanifold.run.counts import Counts
 from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.methods import PerSample
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import Settings
 
 ActualNorms = Literal["auto", "exact", "estimate", "none"]
 
@@ -151,10 +150,8 @@ class _Work:
         tensors = list(problem.parameters.values())
         parts = (Exact(Lower(rank)), BelowRank(rank=rank), AboveFull()) if diagonals else ()
         self._sums = {part: DiagonalSums(tensors, fourth_powers=False) for part in parts}
-        self._method = PerSample(problem, settings.estimator, settings.granularity)
-        self._validation = problem.validation()
+        self._method = PerSample(problem, settings)
         self._inspected = False
-        self._generator = torch.Generator(problem.device)
         self._passes = 0  # of Gram matrices and norms
 
     def run(self, progress: bool) -> None:
@@ -163,9 +160,9 @@ class _Work:
             for batch in self.problem.batches(progress=progress, description="Fisher bounds"):
                 self._take(batch)
                 self.counts.batches = self.counts.next = batch.number + 1
-        self._validation.flush()
+        self._method.validation.flush()
         self.counts.synchronize()
-        self.counts.methods, self.counts.verified = self._method.methods(), self._method.verified
+        self.counts.note(self._method)
         self.counts.passes = sum(passes for passes, _ in self.costs.values())
         if not self.counts.samples:
             advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
@@ -182,7 +179,7 @@ class _Work:
         samples = max(1, len(logits) * available // max(1, logits.shape[-1] * gradients.outputs))
         if samples < len(logits) and self.problem.batch_dim == 0:
             del outputs, gradients
-            self._method.end_batch()
+            self._method.release()
             if parts := split(self.problem, batch, logits, samples):
                 for part in parts:
                     self._add(self._method.forward(part), available)
@@ -191,9 +188,9 @@ class _Work:
         self._add(outputs, budget)
 
     def _class_gradients(self, logits: Tensor) -> ClassGradients:
-        assert self._method.backward is not None
-        vectorizes = bool(len(logits)) and self._method.engine.vectorizes(self._method.backward, logits)
-        return ClassGradients(self._method.backward, vectorizes)
+        assert self._method.captured is not None
+        vectorizes = bool(len(logits)) and self._method.engine.vectorizes(self._method.captured, logits)
+        return ClassGradients(self._method.captured, vectorizes)
 
     def _add(self, outputs: Outputs, budget: int | None) -> None:
         """Add the distributions of a batch, or of a part of one, to terms and diagonals."""
@@ -210,16 +207,14 @@ class _Work:
             self._labels.append(labels)
         for part, sums in self._sums.items():
             with self._timed("diagonals"):
-                columns = cotangents(outputs, part, self._generator, self._validation)
-                self._method.add(outputs, columns, sums)
-                sums.end_batch()
+                self._method.backward(outputs, sums, part)
                 sums.synchronize()
-        self._method.end_batch()
+        self._method.release()
 
     def _core(self, outputs: Outputs) -> tuple[Categorical, Tensor | None]:
         """Return the valid distributions, in float64, and their labels."""
         where = f"Batch {outputs.number} of `data`: "
-        core, labels = self.problem.distributions(outputs, self._validation, compact=True)
+        core, labels = self.problem.distributions(outputs, self._method.validation, compact=True)
         if not isinstance(core, Categorical):
             _refuse(type(core).__name__)
         if self.classes and core.dim != self.classes:
@@ -252,7 +247,7 @@ class _Work:
 
     def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None) -> Tensor:
         """Return K at one position of every sample, [n, C, C]."""
-        gradients, backward, places = self._class_gradients(logits), self._method.backward, logits.shape[1:-1].numel()
+        gradients, backward, places = self._class_gradients(logits), self._method.captured, logits.shape[1:-1].numel()
         assert backward is not None
 
         def cotangent(c: int) -> Tensor:

@@ -13,7 +13,7 @@ from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import message
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import check_destination
-from neuromanifold.run.methods import Granularity
+from neuromanifold.run.settings import Granularity
 
 _ESTIMATORS = (nm.Hutchinson, nm.Adaptive, nm.Exact, nm.MonteCarlo, nm.Empirical, nm.SquaredBatchGradient)
 _BY_NAME: dict[str, Any] = {kind.__name__.lower(): kind for kind in (*_ESTIMATORS, nm.Upper, nm.Lower)}

@@ -34,9 +34,7 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.fisher import diagonal_of
-from neuromanifold.run.loop import LoopOptions
-from neuromanifold.run.methods import choose_granularity
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import LoopOptions, Settings, choose_granularity
 
 PASSES = 1000  # the exact diagonal may take so many backward passes
 PROBES = 64  # of the estimate that stands in for it

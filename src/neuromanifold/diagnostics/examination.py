@@ -24,7 +24,7 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.suspicions import SuspiciousInputWarning, same_logits, samples_influence_each_other
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.loop import run
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import Settings
 
 _NO_RULE = "no rule covers the layer, nor a broadcast over the samples"
 _UNSUPPORTED = "used outside of the layer as well, or samples not found in the layer's inputs"

@@ -34,9 +34,7 @@ from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
 from neuromanifold.run.fisher import diagonal_of
-from neuromanifold.run.loop import CudaGraphs, LoopOptions
-from neuromanifold.run.methods import Granularity
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import CudaGraphs, Granularity, LoopOptions, Settings
 
 _LONG = 20.0  # seconds after which no further batch is run
 _ROOM = 0.8  # of the free memory: later batches may be longer

@@ -18,7 +18,8 @@ from neuromanifold.diagnostics.check_result import CheckRow
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.results import Comparison, DiagonalFisher
-from neuromanifold.run.methods import Granularity, SlowPathWarning
+from neuromanifold.run.methods import SlowPathWarning
+from neuromanifold.run.settings import Granularity
 
 EPSILON = 1e-12  # the paper's, added to the exact value that an error is divided by
 

@@ -31,8 +31,8 @@ from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
 from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
-from neuromanifold.run.loop import LoopOptions, run
-from neuromanifold.run.step import Settings
+from neuromanifold.run.loop import run
+from neuromanifold.run.settings import LoopOptions, Settings
 
 
 @torch.inference_mode(mode=False)

@@ -151,9 +151,9 @@ class Problem:
                 expected = "without reentrant activation checkpointing"
                 raise ValueError(message("model", expected, got, advice)) from error
 
-    def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[tuple[int, object]]:
-        """Number the items of the data as they come, perhaps with a progress bar; `read` makes batches of them."""
-        return enumerate(tracked(self.data, description) if progress else self.data)
+    def items(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[object]:
+        """Go through the data once, perhaps with a progress bar; `read` makes batches of the items."""
+        return iter(tracked(self.data, description) if progress else self.data)
 
     def read(self, item: object, number: int) -> Batch:
         """Make a batch on the model's device from an item of the data."""
@@ -162,7 +162,7 @@ class Problem:
 
     def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:
         """Go through the data once."""
-        for number, item in self.items(progress=progress, description=description):
+        for number, item in enumerate(self.items(progress=progress, description=description)):
             yield self.read(item, number)
 
     def repeated(self) -> RepeatedBatches:

@@ -38,7 +38,7 @@ class RepeatedBatches:
 
     def batches(self, *, progress: bool = False, description: str = "Fisher information") -> Iterator[Batch]:
         """One pass, on the model's device; raises a ValueError at a batch that differs from the passes before."""
-        for number, item in self._compared(self._problem.items(progress=progress, description=description)):
+        for number, item in self._compared(enumerate(self._problem.items(progress=progress, description=description))):
             yield self._problem.read(item, number)
 
     def items(self) -> Items:
@@ -79,6 +79,7 @@ class Items:
         self, data: Iterable[object], compared: Callable[[Iterable[tuple[int, object]]], Iterator[tuple[int, object]]]
     ) -> None:
         self.dataset = getattr(data, "dataset", data)
+        self.sampler, self.batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
         self._data, self._compared = data, compared
 
     def __iter__(self) -> Iterator[object]:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,57 +34,16 @@ from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
-from neuromanifold.persample.accumulate import SharedSums, StatefulSums
+from neuromanifold.persample.accumulate import GradientSums, SharedSums, StatefulSums
 from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.problem import Problem
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
 from neuromanifold.run.processes import Processes
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import Checkpoint
 
 _SECONDS, _SHARE = 30.0, 1 / 20  # between two writes; of the time that may be spent on writing
 _FORMAT = 2  # of the state in a file
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Where the state of a run is kept, and how often: after so many seconds, 0 for every batch.
-
-    By default every 30 seconds, or as rarely as writing takes a twentieth of the time.  The file stays when the run has
-    ended: a rerun then only goes through the data and gives the same result.  Delete it when the result is saved, with
-    `remove()`, which knows the names of all processes' files.
-    """
-
-    path: str | Path
-    every: float | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.path, (str, Path)) or not str(self.path):
-            raise TypeError(message("checkpoint", "a path or an nm.Checkpoint", repr(self.path)))
-        number = not isinstance(self.every, bool) and isinstance(self.every, (int, float))
-        if self.every is not None and not (number and 0 <= self.every < math.inf):
-            raise ValueError(message("every", "a number of seconds >= 0, or None", repr(self.every)))
-
-    def files(self) -> dict[int, Path]:
-        """The files that are there, by rank."""
-        path = Path(self.path).resolve()  # of a link, what it leads to
-        named = re.compile(re.escape(f"{path.name}.rank") + "([1-9][0-9]*)")
-        found = {0: path} if path.exists() else {}
-        for entry in path.parent.iterdir() if path.parent.is_dir() else ():
-            if rank := named.fullmatch(entry.name):
-                found[int(rank[1])] = entry
-        return dict(sorted(found.items()))
-
-    def file(self, rank: int) -> Path:
-        """The file of a process."""
-        path = Path(self.path).resolve()
-        return path.with_name(f"{path.name}.rank{rank}") if rank else path
-
-    def remove(self) -> None:
-        """Delete the files of all processes."""
-        for path in self.files().values():
-            path.unlink(missing_ok=True)
 
 
 class _Part(NamedTuple):
@@ -97,25 +56,30 @@ class _Part(NamedTuple):
 
 
 class CheckpointedRun:
-    """The state of one process of a run, and its file."""
+    """The state of one process of a run, and its file; without a `checkpoint` nothing is kept, and nothing was done."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, identity: dict[str, Any], method: Method, sums: StatefulSums, counts: Counts
-    ) -> None:
-        self._checkpoint, self._every, self.path = checkpoint, checkpoint.every, checkpoint.file(0)
-        self._identity, self._method, self._sums, self._counts = identity, method, sums, counts
+    def __init__(self, checkpoint: Checkpoint | None, method: Method, sums: GradientSums, counts: Counts) -> None:
+        self._checkpoint, self.is_kept = checkpoint or Checkpoint(os.devnull), checkpoint is not None
+        self._every, self.path = self._checkpoint.every, self._checkpoint.file(0)
+        self._method, self._sums, self._counts = method, sums, counts
+        self._identity: dict[str, Any] = {}
         self._own = _Part(0, -1, "", "")
         self._written = 0  # the batches that the file has
         self._all, self._expected = 0, dict[int, str]()  # the batches in all files; chains at some of them
         self._first = ""
         self._obsolete: list[Path] = []  # once a file is written that has their sums
-        self._due = 0.0
+        self._due = math.inf
 
-    def resume(self, processes: Processes, own_data: bool) -> None:
+    def resume(self, processes: Processes, shard: tuple[int, int], own_data: bool) -> None:
         """Take up the run where the files say; without any write the first, which shows whether that is possible.
 
         A file of a run that has failed in its first batch holds nothing, and is no reason to refuse another run.
         """
+        if not self.is_kept:
+            return
+        assert isinstance(self._sums, StatefulSums)
+        self._identity = identity_of(self._method, self._sums, shard)
+        self._identity["processes with data of their own"] = processes.world if own_data else None
         self.path = self._checkpoint.file(processes.rank)
         remove_unfinished(self.path)
         found = {}
@@ -156,6 +120,11 @@ class CheckpointedRun:
         """The number of the first batch that is in no file."""
         return (~self._all & (self._all + 1)).bit_length() - 1
 
+    @property
+    def ends_at(self) -> int:
+        """The number of the batch after the last one that is in a file."""
+        return self._all.bit_length()
+
     def was_done(self, number: int) -> bool:
         """Whether the sums of this batch are in one of the files."""
         return bool(self._all >> number & 1)
@@ -194,7 +163,7 @@ class CheckpointedRun:
 
     def write(self) -> None:
         """Between batches.  A run need not die because the disk is full: the file before is still there."""
-        if self._own.done == self._written:
+        if not self.is_kept or self._own.done == self._written:
             return
         try:
             self._save()
@@ -205,6 +174,7 @@ class CheckpointedRun:
 
     def _save(self) -> None:
         start = time.monotonic()
+        assert isinstance(self._sums, StatefulSums)
         found, values = self._sums.state()
         tensors = {name: value.cpu() for name, value in found.items()}
         known = {"counts": self._counts.state(), "sums": values, "method": self._method.state()}
@@ -222,13 +192,12 @@ class CheckpointedRun:
         self._due = time.monotonic() + (max(_SECONDS, seconds / _SHARE) if self._every is None else self._every)
 
 
-def identity_of(
-    problem: Problem, settings: Settings, sums: object, shard: tuple[int, int], most: int | None = None
-) -> dict[str, Any]:
+def identity_of(method: Method, sums: GradientSums, shard: tuple[int, int], most: int | None = None) -> dict[str, Any]:
     """Return all that must be the same for a run to be resumed or shared, by the name that an error gives it.
 
     Of weights with more than `most` numbers only so many are looked at.
     """
+    problem, settings = method.problem, method.settings
     model, parameters, likelihood = problem.model, problem.parameters, problem.likelihood
     device = next(iter(parameters.values())).device.type
     modules = [(name, (type(module).__qualname__, module.extra_repr())) for name, module in model.named_modules()]

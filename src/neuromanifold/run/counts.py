@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.progress import RunProgress
+from neuromanifold.run.methods import Method
 
 _KEPT = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
+_SHARED = ("passes", "verified", "methods", "stopped", "first")  # by processes, at the end
 _METHODS = ("token", "sample", "sample, one by one", "batch")  # from fine to coarse
 
 
@@ -44,6 +47,10 @@ class Counts:
         self.batches += 1
         self.unit = "sequence" if outputs.logits.ndim == 3 else "sample"
         self.dtype = str(outputs.logits.dtype).removeprefix("torch.")
+
+    def note(self, method: Method) -> None:
+        """Note how the batches were done."""
+        self.passes, self.verified, self.methods = method.passes, method.verified, method.methods()
 
     def add_noise_shares(self, shares: tuple[float | Tensor, float | Tensor] | None) -> None:
         """Add those of one more batch; None: all of the bound is noise."""
@@ -78,6 +85,28 @@ class Counts:
         self.next = max(self.next, state["next"])
         self.add_noise_shares(state["noise_shares"])
         self.running_samples, self.running_positions = self.samples, self.positions
+
+    def shared(self) -> dict[str, Any]:
+        """Return what other processes need for `total`; waits for a GPU."""
+        self.synchronize()
+        return self.state() | {name: getattr(self, name) for name in _SHARED}
+
+    @classmethod
+    def total(cls, of_all: list[dict[str, Any]]) -> Counts:
+        """Return the counts of all processes together, from what `shared` returned in each."""
+        total = cls()
+        for one in of_all:
+            total.merge(one)
+        total.passes, total.verified = (sum(one[name] for one in of_all) for name in ("passes", "verified"))
+        total.methods = coarsest(one["methods"] for one in of_all)
+        total.stopped = next((one["stopped"] for one in of_all if one["stopped"]), "")
+        if total.stopped.startswith("interrupted"):
+            total.stopped = f"interrupted after {total.batches} batches"
+        firsts = list(dict.fromkeys(one["first"] for one in of_all if one["first"]))
+        total.first = firsts[0] if len(firsts) == 1 else fingerprint(("", firsts)) if firsts else ""
+        total.processes = len(of_all)
+        total.synchronize()
+        return total
 
     def progress(self, relative_error: float | None) -> RunProgress:
         """Return how far the run has come; waits for a GPU."""

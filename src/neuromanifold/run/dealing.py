@@ -1,4 +1,4 @@
-"""Which batches of the data a process does, and whether all processes have the same data.
+"""Which batches of the data a process does, and whether they are those of the other processes, or of an earlier run.
 
 All processes go through the same data, and each does every so many-th batch: the noise of a batch depends on its number
 alone, so the sums are those of one process.  Or each has data of its own, as a DistributedSampler gives them: then the
@@ -7,29 +7,40 @@ batches are numbered as if they had been dealt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 
 from neuromanifold.core.checks import message, warn
+from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.suspicions import SuspiciousInputWarning
+from neuromanifold.run.checkpoint import CheckpointedRun, identity_of
+from neuromanifold.run.counts import Counts
+from neuromanifold.run.methods import Method
 from neuromanifold.run.processes import Processes
+from neuromanifold.run.settings import Distributed, LoopOptions
 
-Distributed = Literal["auto", "own data", False]
-"""Whether the processes of a process group share a run, and whether each of them has data of its own."""
+_COMPARED = 1024  # numbers of each parameter that processes compare
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """Windows of batches, by their place in the data: the shard's, and this process's."""
+    """DealtWindows of batches, by their place in the data: the shard's, and this process's."""
 
     shard: tuple[int, int] = (0, 1)
     window: int = 1
     rank: int = 0
     world: int = 1
     own_data: bool = False
+
+    @property
+    def compares(self) -> bool:
+        """Whether all processes must have the same batches."""
+        return self.world > 1 and not self.own_data
 
     def number(self, place: int) -> int:
         """The number of a window, from which that of its first batch and its noise follow."""
@@ -81,12 +92,79 @@ class Chain:
             raise ValueError(message("data", _SAME, f"different ones{which}", _ADVICE))
 
 
+class Window(NamedTuple):
+    """Batches that are taken together."""
+
+    place: int  # among all windows of the data
+    end: int  # the number of the batch after the last one
+    items: list[tuple[int, object]]  # with their numbers; without those that were done in an earlier run
+
+
+class DealtWindows:
+    """The windows of this process.  Batches of others are read, too: all have to be what they were."""
+
+    def __init__(
+        self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun, counts: Counts
+    ) -> None:
+        self._items, self._dealing, self._processes = items, dealing, processes
+        self._saved, self._counts = saved, counts
+        self._chain = Chain(2 * dealing.window * dealing.world)
+        self.end = 0
+        """The number of the batch after the last one that was read."""
+
+    def __iter__(self) -> Iterator[Window]:
+        """Go through the data."""
+        size, place = self._dealing.window, 0
+        while window := list(islice(self._items, size)):
+            if not place:
+                self._counts.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
+            numbered = list(enumerate(window, self._dealing.number(place) * size))
+            self.end = numbered[-1][0] + 1
+            if self._dealing.in_shard(place):
+                self._extend_chain(numbered)
+                if self._dealing.is_mine(place):
+                    fresh = [(number, item) for number, item in numbered if not self._saved.was_done(number)]
+                    yield Window(place, self.end, fresh)
+            place += 1
+
+    def note_done(self, window: Window) -> None:
+        """Take note of a window that has been added to the sums."""
+        self._saved.note_done([number for number, _ in window.items], self._chain.value)
+
+    def compare(self, ended: bool) -> None:
+        """Raise an error if the processes had different batches; `ended`: this one has had all of its data."""
+        if self._dealing.compares:
+            self._chain.compare(self._processes, ended)
+
+    def _extend_chain(self, numbered: list[tuple[int, object]]) -> None:
+        if self._saved.is_kept or self._dealing.compares:
+            for number, item in numbered:
+                begins = not self._chain.value
+                self._saved.compare(number, self._chain.extend(number, item), begins)
+
+
 _SAME = "the same batches in the same order on all processes"
 _ADVICE = "Do not shuffle, or shuffle with the same seed everywhere. If each process has data of its own, none of "
 _ADVICE += "which any other has, say so: distributed='own data'."
 
 
-def agree(
+def deal(
+    items: Iterator[object], processes: Processes, method: Method, sums: GradientSums, options: LoopOptions
+) -> tuple[Iterator[object], Dealing]:
+    """Return the items, and how they are dealt, after comparing what all processes are about to do."""
+    window, problem = method.settings.estimator.window, method.problem
+    dealing = Dealing(options.shard, window, processes.rank, processes.world)
+    if not processes.several:
+        return items, dealing
+    head = list(islice(items, 1))
+    first = fingerprint(("batch", head[0]), most=OF_A_BATCH) if head else ""
+    identity = identity_of(method, sums, options.shard, most=_COMPARED)
+    identity |= {"checkpoint": options.checkpoint is not None, "on_interrupt": options.on_interrupt}
+    own_data = _agree(processes, options.distributed, problem.data, first, identity, problem.device)
+    return chain(head, items), replace(dealing, own_data=own_data)
+
+
+def _agree(
     processes: Processes, wanted: Distributed, data: object, first: str, identity: dict[str, Any], device: torch.device
 ) -> bool:
     """Return whether each process has data of its own, after comparing what they are about to do.

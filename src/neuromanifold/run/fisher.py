@@ -11,9 +11,9 @@ from torch import nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import Reduction, check_reduction, finite_number, integer_in_range, message, one_of, warn
+from neuromanifold.core.checks import Reduction, check_reduction, finite_number, message, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, TraceSums
+from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
@@ -21,13 +21,18 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
-from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.dealing import Distributed
-from neuromanifold.run.interrupts import OnInterrupt
-from neuromanifold.run.loop import CudaGraphs, LoopOptions, run
-from neuromanifold.run.methods import Granularity
-from neuromanifold.run.step import Settings
+from neuromanifold.run.loop import run
+from neuromanifold.run.settings import (
+    Checkpoint,
+    CudaGraphs,
+    Distributed,
+    Granularity,
+    LoopOptions,
+    OnInterrupt,
+    Settings,
+)
+from neuromanifold.run.stopping import Accuracy
 
 _FINGERPRINTED = 1024  # numbers of each parameter
 
@@ -107,7 +112,7 @@ def fisher_diagonal(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
-    options = loop_options(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
+    options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
     return diagonal_of(problem, settings, options, view, rtol)
 
 
@@ -160,7 +165,7 @@ def fisher_trace(
         model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
-    options = loop_options(progress, shard, checkpoint, on_interrupt, distributed)
+    options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed)
     sums = TraceSums(estimator.noise_factor)
     counts = _run(problem, settings, sums, options, rtol)
     provenance = make_provenance(problem, settings, counts, options.shard)
@@ -176,36 +181,6 @@ def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
     return Adaptive(passes)
 
 
-def loop_options(
-    progress: bool | Observer,
-    shard: tuple[int, int] | None,
-    checkpoint: str | Path | Checkpoint | None,
-    on_interrupt: OnInterrupt,
-    distributed: Distributed,
-    cuda_graphs: CudaGraphs = False,
-) -> LoopOptions:
-    """Check the arguments that say how the loop is run, apart from what it computes."""
-    if not isinstance(progress, bool) and not callable(progress):
-        raise TypeError(message("progress", "True, False, or a function of a RunProgress", repr(progress)))
-    if cuda_graphs not in (True, False, "auto"):
-        raise ValueError(message("cuda_graphs", "True, False or 'auto'", repr(cuda_graphs)))
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-        checkpoint = Checkpoint(checkpoint)
-    one_of(on_interrupt, "on_interrupt", "raise", "return")
-    one_of(distributed, "distributed", "auto", "own data", False)
-    return LoopOptions(progress, _shard(shard), checkpoint, on_interrupt, cuda_graphs, distributed=distributed)
-
-
-def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:
-    """Check (i, n), 0 <= i < n."""
-    if shard is None:
-        return 0, 1
-    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
-        raise TypeError(message("shard", "a pair (i, n), such as (0, 4) for the first of four", repr(shard)))
-    shards = integer_in_range(shard[1], "shard[1]", 1, 2**31, "how many shards there are")
-    return integer_in_range(shard[0], "shard[0]", 0, shards - 1, "which of the shards, counted from 0"), shards
-
-
 def _run(
     problem: Problem, settings: Settings, sums: DiagonalSums | TraceSums, options: LoopOptions, rtol: float | None
 ) -> Counts:
@@ -214,21 +189,13 @@ def _run(
     if rtol is not None:
         _check_rtol(rtol, settings.estimator)
 
-    def relative_error(counts: Counts, sums: Any = sums) -> float | None:
+    def relative_error(counts: Counts, sums: Any) -> float | None:
         error = sums.relative_error() if random else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
-    def enough(counts: Counts, sums: GradientSums) -> str:
-        error = relative_error(counts, sums)
-        if rtol is None or error is None or error > rtol:
-            return ""
-        return f"stopped after {counts.batches} batches: relative standard error {error:.3g} <= rtol {rtol:g}"
-
-    counts = run(
-        problem, settings, sums, options, enough=None if rtol is None else enough, relative_error=relative_error
-    )
+    counts = run(problem, settings, sums, options, accuracy=Accuracy(rtol, relative_error))
     if rtol is not None and not counts.stopped:
-        error = relative_error(counts)
+        error = relative_error(counts, sums)
         if error is not None and error > rtol:
             found = f"relative standard error {error:.3g} after {counts.batches} batches"
             counts.stopped = f"rtol {rtol:g} not reached: {found}"
@@ -260,7 +227,7 @@ def make_provenance(
         seeds=[settings.seed] if estimator.noise_factor else [],
         noise_factor=estimator.noise_factor,
         noise_ratio=counts.noise_ratio,
-        draws=[[settings.seed, shard[0], -(-counts.next // settings.window), shard[1]]],
+        draws=[[settings.seed, shard[0], -(-counts.next // estimator.window), shard[1]]],
         data_fingerprints=[counts.first] if counts.first else [],
         batches=counts.batches,
         passes=counts.passes,

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import Found
-from neuromanifold.run.step import Step
+from neuromanifold.run.methods import Method
+from neuromanifold.run.settings import CudaGraphs
 
 _EAGER = 2  # batches of a kind that run eagerly before one is captured
 _GRAPHS = 8  # at most: each keeps a batch's activations
@@ -117,15 +118,13 @@ class _CapturedBatch:
 
 
 class CapturedSteps:
-    """A step that replays CUDA graphs of itself where that is possible."""
+    """Does batches by replaying CUDA graphs of a method where that is possible."""
 
-    def __init__(
-        self, step: Step, sums: GradientSums, wanted: bool | Literal["auto"] = True, recorder: Any = None
-    ) -> None:
-        self._step, self._recorder, self._wanted = step, recorder, wanted
-        possible = isinstance(sums, DiagonalSums) and (recorder is not None or step.problem.device.type == "cuda")
-        self._sums = sums if isinstance(sums, DiagonalSums) and possible else None  # None: nothing is captured any more
-        if possible and not _has_no_hooks(step.problem.model):
+    def __init__(self, method: Method, sums: GradientSums, wanted: CudaGraphs = True, recorder: Any = None) -> None:
+        self._method, self._all_sums, self._recorder, self._wanted = method, sums, recorder, wanted
+        on_gpu = recorder is not None or method.problem.device.type == "cuda"
+        self._sums = sums if isinstance(sums, DiagonalSums) and wanted and on_gpu else None  # None: nothing is captured
+        if self._sums is not None and not _has_no_hooks(method.problem.model):
             self._give_up("modules have hooks, which a replay would not call")
         self._reported = False  # as capturing, to the model
         self._times: dict[object, int] = {}
@@ -134,10 +133,10 @@ class CapturedSteps:
 
     def __call__(self, batch: Batch) -> Outputs:
         """Replay if there is a graph for this kind of batch; capture one if it is time to."""
-        if self._sums is not None and self._step.method.verifies_every_batch:
+        if self._sums is not None and self._method.verifies_every_batch:
             self._give_up("samples cannot be followed through the model, so that every batch is verified")
         signature = None if self._sums is None else _signature((batch.args, batch.kwargs, batch.labels))
-        if self._sums is None or signature is None or self._step.method.must_run_eagerly:
+        if self._sums is None or signature is None or self._method.must_run_eagerly:
             return self._eagerly(batch)
         key = signature, self._sums.variant
         if key not in self._graphs and self._times.get(key, 0) >= _EAGER:
@@ -161,15 +160,15 @@ class CapturedSteps:
 
     @property
     def _tape(self) -> Any:
-        self._recorder = self._recorder or GraphRecorder(self._step.generator)
+        self._recorder = self._recorder or GraphRecorder(self._method.generator)
         return self._recorder
 
     def _eagerly(self, batch: Batch) -> Outputs:
         if self._sums is None:
-            return self._step(batch)
+            return self._method(batch, self._all_sums)
         with self._tape.reported_as(self._reported):  # the same in all batches, so that a model does the same
-            outputs = self._step.forward(batch)
-        self._step.complete(batch, outputs)
+            outputs = self._method.forward(batch)
+        self._method.complete(batch, outputs, self._sums)
         return outputs
 
     @contextmanager
@@ -177,7 +176,7 @@ class CapturedSteps:
         """Postpone what is read back now and then; whether outputs are finite is given out."""
         sums.may_synchronize = False
         try:
-            with self._step.method.without_synchronization(), self._step.validation.postponed() as found:
+            with self._method.without_synchronization(), self._method.validation.postponed() as found:
                 yield found
         finally:
             sums.may_synchronize = True
@@ -187,7 +186,7 @@ class CapturedSteps:
         with self._nothing_read_back(sums) as found, self._tape.watch_synchronization() as noted:
             outputs = self._eagerly(batch)
         if found:
-            self._step.validation.check_later(found[0], batch.number)
+            self._method.validation.check_later(found[0], batch.number)
         if noted:
             self._cannot_capture(f"the model waits for the device: {noted[0]}")
         return outputs
@@ -196,23 +195,23 @@ class CapturedSteps:
         current = [other for other in self._graphs if other[1] == key[1]]  # type: ignore[index]
         if len(current) >= _GRAPHS or not self._has_room():
             return
-        step, recorder = self._step, self._tape
-        passes, tally = step.method.passes, sums.tally()
+        method, recorder = self._method, self._tape
+        passes, tally = method.passes, sums.tally()
         if not self._graphs:
             torch.cuda.empty_cache()  # graphs have memory of their own; what batches have used so far is given back
         own = batch._replace(**{name: _copied(getattr(batch, name)) for name in ("args", "kwargs", "labels")})
         try:
             with self._nothing_read_back(sums), recorder.capture() as forward, recorder.reported_as(self._reported):
-                outputs = step.forward(own)
+                outputs = method.forward(own)
             with self._nothing_read_back(sums) as found, recorder.capture() as backward:
-                step.backward(outputs)
+                method.backward(outputs, sums)
         except Exception as error:  # an operation that waits for the device, or that cannot be captured
             sums.discard_batch()
             recorder.recover()
             self._cannot_capture(f"{type(error).__name__}: {error}")
             return
         finally:
-            passes, step.method.passes = step.method.passes - passes, passes
+            passes, method.passes = method.passes - passes, passes
             counted = sums.tally()
             sums.set_tally(tally)
         first = found[0] if found else None
@@ -222,10 +221,10 @@ class CapturedSteps:
 
     def _has_room(self) -> bool:
         """Whether there is memory for the activations of one more batch; always, if graphs are asked for."""
-        if self._wanted is True or self._step.problem.device.type != "cuda":
+        if self._wanted is True or self._method.problem.device.type != "cuda":
             return True
-        free, _ = torch.cuda.mem_get_info(self._step.problem.device)
-        return free > _ROOM * torch.cuda.max_memory_allocated(self._step.problem.device)
+        free, _ = torch.cuda.mem_get_info(self._method.problem.device)
+        return free > _ROOM * torch.cuda.max_memory_allocated(self._method.problem.device)
 
     def _replay(self, captured: _CapturedBatch, batch: Batch, sums: DiagonalSums) -> Outputs:
         for own, new in zip(_tensors(captured.batch), _tensors(batch), strict=True):
@@ -236,24 +235,24 @@ class CapturedSteps:
             if captured.replayed > _EAGER:
                 self._raise_changed(f"batch {batch.number}")
             self._give_up("the model depends on more than its inputs")  # nothing of this batch has been added yet
-            return self._step(batch)
-        self._step.seed(batch.number)  # the graph reads the generator's seed anew with each replay
+            return self._method(batch, self._all_sums)
+        self._method.seed(batch.number)  # the graph reads the generator's seed anew with each replay
         captured.backward.replay()
         self.replayed += 1
-        self._step.method.passes += captured.passes
-        self._step.method.end_batch()
+        self._method.passes += captured.passes
+        self._method.release()
         sums.set_tally(sums.tally().plus(captured.tally))
         if captured.found is not None:
-            self._step.validation.check_later(captured.found.clone(), batch.number)
+            self._method.validation.check_later(captured.found.clone(), batch.number)
         with self._tape.reported_as(self._reported):
-            self._step.method.verify_late(batch)
+            self._method.verify_late(batch)
         return captured.outputs
 
     def _is_right(self, captured: _CapturedBatch) -> bool:
         """Whether the replayed logits are the model's own, but for rounding."""
         captured.compared = captured.replayed
         with self._tape.reported_as(self._reported):
-            own, found = self._step.problem.outputs(captured.batch).logits, captured.outputs.logits
+            own, found = self._method.problem.outputs(captured.batch).logits, captured.outputs.logits
         error, size = (float(torch.linalg.vector_norm(t.float())) for t in (own - found, own))
         return error <= 4 * torch.finfo(own.dtype).eps * size or math.isnan(error)  # NaN is found elsewhere
 

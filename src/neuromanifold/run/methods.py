@@ -1,54 +1,40 @@
-"""Two methods for Σ_x (Jᵀu(x))²: squares of each sample's gradient, or of whole batches' gradients; and the choice."""
+"""What is done with one batch: squares of each sample's gradient, Σ_x (Jᵀu(x))², or of whole batches' gradients."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.core.checks import message, one_of, warn
-from neuromanifold.estimators import Adaptive, Estimator, Exact, SquaredBatchGradient
+from neuromanifold.core.checks import warn
+from neuromanifold.estimators import Adaptive, Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
 from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
 from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
+from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.unchanged import model_states
-
-Granularity = Literal["auto", "batch", "sample"]
+from neuromanifold.run.settings import Settings
 
 
 class SlowPathWarning(UserWarning):
     """The answer is right, but for some parameters it takes a backward pass for each sample."""
 
 
-def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
-    """Refuse what would not be a Fisher information, and `nm.SquaredBatchGradient` by anything but batches."""
-    if not isinstance(estimator, Estimator):
-        advice = "Make one, such as nm.Hutchinson()."
-        raise TypeError(message("estimator", "an estimator", repr(estimator), advice))
-    one_of(granularity, "granularity", "auto", "batch", "sample")
-    whole = isinstance(estimator, SquaredBatchGradient)
-    if granularity == "sample" and whole:
-        raise ValueError(message("granularity", "'auto' or 'batch' for SquaredBatchGradient", "'sample'"))
-    if granularity == "batch" and not (estimator.centred or whole):
-        advice = (
-            "The gradients of different samples do not cancel on average, so the square of their sum is not a Fisher "
-        )
-        advice += "information. Use granularity='sample', or nm.SquaredBatchGradient() if that is the number you want."
-        raise ValueError(message("granularity", f"'auto' or 'sample' for {estimator}", "'batch'", advice))
-    return "batch" if whole else granularity  # type: ignore[return-value]
-
-
 class Method(ABC):
-    """Takes batches, and the cotangents of each."""
+    """Does batches: one forward pass, and for each cotangent a backward pass, whose squares are added.
+
+    The noise of a batch depends on the seed and the batch's number alone.
+    """
 
     passes = 0
     """Backward passes so far."""
@@ -56,6 +42,51 @@ class Method(ABC):
     """Batches whose per-sample gradients were verified against autograd."""
     left_to_autograd = 0
     """Parameters whose per-sample gradients were found to be wrong, or that have none."""
+
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        self.problem, self.settings = problem, settings
+        self.generator = torch.Generator(problem.device)
+        self.validation = problem.validation()
+
+    def again(self, settings: Settings) -> Method:
+        """Return the method for another run of the same problem, with all that is known of the model."""
+        other = copy(self)
+        other.settings, other.validation = settings, self.problem.validation()
+        return other
+
+    def __call__(self, batch: Batch, sums: GradientSums) -> Outputs:
+        """Run forward and backward for a batch, and accumulate its squares."""
+        outputs = self.forward(batch)
+        self.complete(batch, outputs, sums)
+        return outputs
+
+    def complete(self, batch: Batch, outputs: Outputs, sums: GradientSums, estimator: Estimator | None = None) -> None:
+        """Do all that comes after the forward pass of a batch."""
+        self.seed(batch.number)
+        self.backward(outputs, sums, estimator)
+        self.end_batch(batch)
+
+    def seed(self, number: int) -> None:
+        """Set the generator to the noise of batch `number`."""
+        self.generator.manual_seed(batch_seed(self.settings.seed, number))
+
+    def backward(
+        self,
+        outputs: Outputs,
+        sums: GradientSums,
+        estimator: Estimator | None = None,
+        keep: Tensor | None = None,
+        mean_keep: float = 1.0,
+    ) -> None:
+        """Send all cotangents of an estimator back; of samples that were kept at random, as `weighted` does."""
+        drawn = cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
+        self._add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep), sums)
+        sums.end_batch()
+
+    def end_batch(self, batch: Batch) -> None:
+        """Release a batch whose passes are done, and verify what could not be verified before."""
+        self.release()
+        self.verify_late(batch)
 
     @property
     def must_run_eagerly(self) -> bool:
@@ -77,7 +108,7 @@ class Method(ABC):
         """Run the model on a batch."""
 
     @abstractmethod
-    def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
+    def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
         """Send all cotangents of the batch back, and hand their gradients to an accumulator."""
 
     @abstractmethod
@@ -88,7 +119,7 @@ class Method(ABC):
         """Do what has to be done to the model, for as long as it lasts."""
         return nullcontext()
 
-    def end_batch(self) -> None:  # noqa: B027 (nothing to do for most)
+    def release(self) -> None:  # noqa: B027 (nothing to do for most)
         """Release what is kept of the batch."""
 
     def verify_late(self, batch: Batch) -> None:
@@ -107,18 +138,18 @@ class Method(ABC):
 class PerBatch(Method):
     """(Σ_x Jᵀu(x))² by one ordinary backward pass, for any module."""
 
-    def __init__(self, problem: Problem, estimator: Estimator) -> None:
-        self._problem, self._estimator = problem, estimator
+    def __init__(self, problem: Problem, settings: Settings) -> None:
+        super().__init__(problem, settings)
         half = involves_half(problem.model.parameters(), problem.device)
         self._backward = BatchBackward(list(problem.parameters.values()), half)
 
     @override
     def forward(self, batch: Batch) -> Outputs:
-        return self._problem.evaluate(batch, self._estimator)
+        return self.problem.evaluate(batch, self.settings.estimator)
 
     @override
-    def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
-        for cotangent in cotangents:
+    def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+        for cotangent in drawn:
             gradients, scale = self._backward(outputs.logits, cotangent.values, keep_graph=cotangent.left > 1)
             sums.add(gradients, Pass(scale, cotangent.noise))
             sums.end_pass()
@@ -126,7 +157,7 @@ class PerBatch(Method):
 
     @override
     def methods(self) -> list[str]:
-        return ["batch"] * len(self._problem.parameters)
+        return ["batch"] * len(self.problem.parameters)
 
     @override
     def state(self) -> dict[str, Any]:
@@ -145,18 +176,17 @@ class PerSample(Method):
     `granularity` is "auto"; else one backward pass for each sample, with one warning that names them.
     """
 
-    def __init__(
-        self, problem: Problem, estimator: Estimator, granularity: Granularity, *, tokens: bool = False
-    ) -> None:
+    def __init__(self, problem: Problem, settings: Settings, *, tokens: bool = False) -> None:
         """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent."""
-        self._problem, self._estimator = problem, estimator
+        super().__init__(problem, settings)
+        estimator, granularity = settings.estimator, settings.granularity
         tokens = tokens and granularity == "auto" and _independent_tokens(estimator)
         self.engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim, tokens=tokens)
         self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
         self._positions_apart = isinstance(estimator, Exact)
         self._mixes = estimator.centred and granularity == "auto"
-        self.backward: PerSampleBackward | None = None
-        """Through the last forward pass."""
+        self.captured: PerSampleBackward | None = None
+        """The backward pass through the last forward pass."""
         self._warned: set[int] = set()
 
     @property
@@ -194,23 +224,23 @@ class PerSample(Method):
 
     @override
     def forward(self, batch: Batch) -> Outputs:
-        outputs, self.backward = captured_forward(self._problem, batch, self.engine, self._estimator)
+        outputs, self.captured = captured_forward(self.problem, batch, self.engine, self.settings.estimator)
         if not self._mixes:
             self._warn_if_slow()
         return outputs
 
-    def add(self, outputs: Outputs, cotangents: Iterator[Cotangent], sums: GradientSums) -> None:
+    def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
         """Several cotangents in one pass where they are small and the model allows it."""
-        logits, backward = outputs.logits, self.backward
+        logits, backward = outputs.logits, self.captured
         assert backward is not None
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
         apart = self._scale.is_needed(logits) or (self._sends_positions_apart(backward) and logits.ndim > 2)
         apart = apart or bool(backward.uses.remaining)
-        while group := list(islice(cotangents, 1)):
+        while group := list(islice(drawn, 1)):
             at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
             if at_once > 1 and self.engine.vectorizes(backward, logits):
-                group.extend(islice(cotangents, at_once - 1))
+                group.extend(islice(drawn, at_once - 1))
                 made_by = [self._pass(one, 1.0, more=True) for one in group]
                 backward.to_uses(logits, [one.values for one in group], [sums] * len(group), made_by)
                 self.passes += len(group)
@@ -218,16 +248,16 @@ class PerSample(Method):
                 self._add_one(outputs, group[0], sums, backward)
 
     @override
-    def end_batch(self) -> None:
-        self.backward = None
+    def release(self) -> None:
+        self.captured = None
         self.engine.end_batch()
 
     @override
     def verify_late(self, batch: Batch) -> None:
         if self.engine.came_late:
-            restore = model_states(self._problem.model)
+            restore = model_states(self.problem.model)
             self.engine.require_reference()
-            captured_forward(self._problem, batch, self.engine, self._estimator)
+            captured_forward(self.problem, batch, self.engine, self.settings.estimator)
             self.engine.release()
             restore()
 
@@ -270,7 +300,7 @@ class PerSample(Method):
         return self._positions_apart and not backward.all_by_token
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
-        more, independent = more or cotangent.left > 1, self._estimator.independent_passes
+        more, independent = more or cotangent.left > 1, self.settings.estimator.independent_passes
         noise = cotangent.noise, cotangent.sample_noise
         return Pass(scale, *noise, independent, more, cotangent.token_noise, cotangent.weights)
 
@@ -337,8 +367,8 @@ def _independent_tokens(estimator: Estimator) -> bool:
     return isinstance(estimator, Exact) or (estimator.centred and not isinstance(estimator, Adaptive))
 
 
-def make_method(problem: Problem, estimator: Estimator, granularity: Granularity, *, tokens: bool = False) -> Method:
+def make_method(problem: Problem, settings: Settings, *, tokens: bool = False) -> Method:
     """Return the method for a granularity: whole batches only if asked for."""
-    if granularity == "batch":
-        return PerBatch(problem, estimator)
-    return PerSample(problem, estimator, granularity, tokens=tokens)
+    if settings.granularity == "batch":
+        return PerBatch(problem, settings)
+    return PerSample(problem, settings, tokens=tokens)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neuromanifold.core.checks import message, warn
+from neuromanifold.persample.accumulate import GradientSums, SharedSums
 
 _BEAT, _SILENT = 0.5, 60.0  # seconds between two signs of life; after which a process counts as dead
 _PATIENCE, _JOIN = 20.0, 1800.0  # seconds until processes that have not begun the run are named; and given up
@@ -112,6 +113,21 @@ class Processes:
                 advice = f"Use dist.init_process_group({'gloo' if device.type == 'cpu' else 'nccl'!r})."
                 got = f"{dist.get_backend()!r} for a model on {device}"
                 raise ValueError(message("backend", f"one that adds tensors on {device.type}", got, advice)) from error
+
+    def reduce(self, sums: GradientSums) -> None:
+        """Add up the sums of all processes: all of them then have the whole."""
+        if self.several:
+            assert isinstance(sums, SharedSums)
+            sums.reduce(self)
+
+    def sum_of(self, sums: GradientSums) -> GradientSums:
+        """Return the sums of all processes together, and leave those of each as they are."""
+        if not self.several:
+            return sums
+        assert isinstance(sums, SharedSums)
+        whole = sums.copy()
+        whole.reduce(self)
+        return whole
 
     def add(self, tensor: Tensor) -> None:
         """Overwrite a tensor with its sum over all processes."""

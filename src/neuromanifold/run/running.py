@@ -17,7 +17,7 @@ from neuromanifold.problem.model import Selection, check_whole, select_parameter
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import LateValidation, Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.run.methods import choose_granularity
+from neuromanifold.run.settings import choose_granularity
 
 
 class TrainingProbes:

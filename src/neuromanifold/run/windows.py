@@ -31,11 +31,12 @@ from neuromanifold.estimators.adaptive import (
     score,
     several,
 )
+from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch, SomeSamples, gather, same_kind
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.suspicions import samples_influence_each_other
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.step import Step
+from neuromanifold.run.methods import Method
 
 
 class _Scored(NamedTuple):
@@ -55,15 +56,15 @@ class _Scored(NamedTuple):
 class AdaptiveSteps:
     """Takes the batches of a window together."""
 
-    def __init__(self, step: Step, counts: Counts) -> None:
-        assert isinstance(step.settings.estimator, Adaptive)
-        self._step, self._problem, self._estimator = step, step.problem, step.settings.estimator
-        self._counts = counts
+    def __init__(self, method: Method, sums: GradientSums, counts: Counts) -> None:
+        assert isinstance(method.settings.estimator, Adaptive)
+        self._method, self._problem, self._estimator = method, method.problem, method.settings.estimator
+        self._sums, self._counts = sums, counts
         self._compared = False  # whether regrouped samples have the logits that they had before
 
     def __call__(self, batches: list[Batch]) -> Iterator[Outputs]:
         """Yield the outputs of each batch; at the end, all passes of the window are done."""
-        first, outputs = batches[0], self._step.forward(batches[0])
+        first, outputs = batches[0], self._method.forward(batches[0])
         regroups = self._regroups(batches, outputs.detached())
         if self._estimator.cost < 1 and regroups is False:
             advice = "Use passes=1 or more: then batches are left as they are."
@@ -80,9 +81,9 @@ class AdaptiveSteps:
             yield from self._at_random(batches, outputs)
             return
         for batch in batches:
-            outputs = outputs if batch is first else self._step.forward(batch)
-            self._step.complete(batch, outputs, self._estimator.alike(batch.number))
-            self._step.sums.synchronize()
+            outputs = outputs if batch is first else self._method.forward(batch)
+            self._method.complete(batch, outputs, self._sums, self._estimator.alike(batch.number))
+            self._sums.synchronize()
             yield outputs.detached()
 
     def _regroups(self, batches: list[Batch], outputs: Outputs) -> bool | None:
@@ -99,20 +100,20 @@ class AdaptiveSteps:
     def _by_scores(self, scored: _Scored, batches: list[Batch], outputs: Outputs) -> Iterator[Outputs]:
         """Outputs of all batches first; then passes for the samples that are worth them."""
         yield outputs.detached()
-        self._step.method.end_batch()  # the graph of the first is not needed
+        self._method.release()  # the graph of the first is not needed
         window = [scored]
         for batch in batches[1:]:
             more = self._problem.outputs(batch)
             window.append(self._scored(batch, more))
             yield more
-        self._step.seed(batches[0].number)
+        self._method.seed(batches[0].number)
         scores = self._scores(window)
         allocation = allocate(scores, self._budget(window))
         kinds = [same_kind(one.batch, one.samples, self._problem.batch_dim) for one in window]
         if len(set(kinds)) == 1:
-            size, generator = max(one.samples for one in window), self._step.generator
+            size, generator = max(one.samples for one in window), self._method.generator
             allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, generator))
-        kept = chosen(allocation.keep, self._step.generator)
+        kept = chosen(allocation.keep, self._method.generator)
         self._counts.left_out += len(scores.trace) - len(kept)
         owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
         for kind in dict.fromkeys(kinds):
@@ -156,12 +157,12 @@ class AdaptiveSteps:
     def _at_random(self, batches: list[Batch], outputs: Outputs) -> Iterator[Outputs]:
         """Samples of each batch at random, which are as good as any other if all are alike."""
         first = outputs.detached()
-        self._step.method.end_batch()
+        self._method.release()
         for batch in batches:
-            self._step.seed(batch.number)
+            self._method.seed(batch.number)
             samples = self._problem.samples_of(batch, first)
             keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
-            rows = chosen(keep, self._step.generator)
+            rows = chosen(keep, self._method.generator)
             self._counts.left_out += samples - len(rows)
             if len(rows):
                 part = gather([SomeSamples(batch, samples, rows)], self._problem.batch_dim)
@@ -172,7 +173,7 @@ class AdaptiveSteps:
 
     def _run(self, batch: Batch, passes: int, keep: Tensor, sizes: Tensor, expected: list[Tensor | None]) -> Outputs:
         """Forward and backward passes for samples that were kept with these probabilities."""
-        outputs = self._step.forward(batch)
+        outputs = self._method.forward(batch)
         logits = [one for one in expected if one is not None]
         if logits and not self._compared:
             self._compared = True
@@ -182,9 +183,9 @@ class AdaptiveSteps:
                 raise ValueError(message("model", "one that treats samples alike in every batch", got, advice))
         weights = (sizes / keep).square()
         mean = float((keep * weights).sum() / weights.sum()) if float(weights.sum()) else 1.0
-        self._step.backward(outputs, several(passes), keep, mean)
-        self._step.end_batch(batch)
-        self._step.sums.synchronize()
+        self._method.backward(outputs, self._sums, several(passes), keep, mean)
+        self._method.end_batch(batch)
+        self._sums.synchronize()
         return outputs.detached()
 
     def _budget(self, window: list[_Scored]) -> float:
@@ -193,7 +194,7 @@ class AdaptiveSteps:
 
     def _scored(self, batch: Batch, outputs: Outputs) -> _Scored:
         """Reduce outputs to what scores are made of."""
-        core = self._problem.distributions(outputs, self._step.validation, labels=False).core
+        core = self._problem.distributions(outputs, self._method.validation, labels=False).core
         single = outputs.logits.ndim == 2
         trace, norm = (outputs.per_sample(values.detach().double()) for values in (core.trace(), core.squared_norm()))
         return _Scored(batch, trace, norm, core.rank, outputs.logits.detach() if single else None)

@@ -18,8 +18,8 @@ from neuromanifold.estimators import Empirical
 from neuromanifold.operators.metric import Metric
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.problem import Problem
-from neuromanifold.run.loop import LoopOptions, run
-from neuromanifold.run.step import Settings
+from neuromanifold.run.loop import run
+from neuromanifold.run.settings import LoopOptions, Settings
 
 
 @torch.inference_mode(mode=False)

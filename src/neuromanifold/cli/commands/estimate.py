@@ -17,8 +17,8 @@ from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
 from neuromanifold.problem.model import select_parameters
 from neuromanifold.results.files import check_destination
-from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.fisher import fisher_diagonal
+from neuromanifold.run.settings import Checkpoint
 
 DEFAULT = "Hutchinson()"
 _PRINTED = ("trace", "estimator", "right for F", "samples", "labels", "batches", "ended")

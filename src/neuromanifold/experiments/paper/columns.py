@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuromanifold import estimators as nm
-from neuromanifold.run.methods import Granularity
+from neuromanifold.run.settings import Granularity
 
 
 @dataclass(frozen=True)

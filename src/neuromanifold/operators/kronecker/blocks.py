@@ -160,13 +160,25 @@ def dense_block(names: tuple[str, ...], matrices: Tensor, kind: Kind) -> EigenBl
     return EigenBlock(names, kind, values[..., None], left)
 
 
-def product_block(like: EigenBlock, left: Tensor, right: Tensor, terms: float) -> EigenBlock:
-    """Return the block L ⊗ R/terms, where `like` gives names and kind; a factor [G, d] is a diagonal one."""
-    (u, left_values), (v, right_values) = eigenvectors(left), eigenvectors(right)
+Eigenvectors = tuple[Tensor | None, Tensor]
+
+
+def product_block(
+    like: EigenBlock, left: Tensor, right: Tensor, terms: float, known: dict[int, Eigenvectors] | None = None
+) -> EigenBlock:
+    """Return the block L ⊗ R/terms, where `like` gives names and kind; a factor [G, d] is a diagonal one.
+
+    `known`: by the identity of a factor what its eigenvectors are, where several blocks have one in common.
+    """
+    known = {} if known is None else known
+    for factor in (left, right):
+        if id(factor) not in known:
+            known[id(factor)] = eigenvectors(factor)
+    (u, left_values), (v, right_values) = known[id(left)], known[id(right)]
     return replace(like, left=u, right=v, factor_values=(left_values, right_values), terms=terms).uncorrected()
 
 
-def eigenvectors(factor: Tensor) -> tuple[Tensor | None, Tensor]:
+def eigenvectors(factor: Tensor) -> Eigenvectors:
     """Return the eigenvectors [G, d, d] of a factor, None of a diagonal one, and its eigenvalues [G, d]."""
     if factor.ndim == 2:
         return None, factor

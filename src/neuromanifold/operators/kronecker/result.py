@@ -261,7 +261,16 @@ class KroneckerFisher(StoredMetric):
             for side, values in zip(("left", "right"), block.factor_values or (), strict=False):
                 tensors[f"{i}/{side}_values"] = values
             heads.append({"names": block.names, "kind": block.kind, "terms": block.terms, "turned": block.turned})
-        more = {"blocks": json.dumps(heads), "weight_sharing": self.weight_sharing, "positions": str(self.positions)}
+        first: dict[int, str] = {}  # layers with the same inputs have one factor, which is written once
+        same = {name: first.setdefault(id(value), name) for name, value in tensors.items()}
+        tensors = {name: tensors[name] for name in first.values()}
+        again = {name: other for name, other in same.items() if name != other}
+        more = {
+            "blocks": json.dumps(heads),
+            "same": json.dumps(again),
+            "weight_sharing": self.weight_sharing,
+            "positions": str(self.positions),
+        }
         self._save(path, "kronecker", tensors, **more)
 
     def _block_of(self, name: str) -> EigenBlock:
@@ -271,7 +280,8 @@ class KroneckerFisher(StoredMetric):
 @reads("kronecker")
 def kronecker_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> KroneckerFisher:
     """The result that `KroneckerFisher.save` wrote."""
-    blocks = []
+    blocks, tensors = [], dict(tensors)
+    tensors |= {name: tensors[other] for name, other in json.loads(head.get("same", "{}")).items()}
     for i, one in enumerate(json.loads(head["blocks"])):
         left, right, stderr = (tensors.get(f"{i}/{side}") for side in _SIDES[1:])
         values = tuple(tensors[f"{i}/{side}_values"] for side in ("left", "right") if f"{i}/{side}_values" in tensors)

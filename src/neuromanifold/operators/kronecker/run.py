@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import check_reduction, integer_in_range, message, one_of, promoted
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.operators.kronecker.blocks import EigenBlock, Kind, dense_block, nearest, product_block
+from neuromanifold.operators.kronecker.blocks import EigenBlock, Eigenvectors, Kind, dense_block, nearest, product_block
 from neuromanifold.operators.kronecker.result import KroneckerFisher
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
@@ -27,12 +27,12 @@ from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
-from neuromanifold.run.checkpoint import Checkpoint
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.fisher import loop_options, make_provenance
-from neuromanifold.run.loop import LoopOptions, run
+from neuromanifold.run.fisher import make_provenance
+from neuromanifold.run.loop import run
 from neuromanifold.run.methods import Method, make_method
-from neuromanifold.run.step import Settings
+from neuromanifold.run.processes import together
+from neuromanifold.run.settings import Checkpoint, Distributed, LoopOptions, Settings
 
 _KINDS: tuple[Kind, ...] = ("kronecker", "table", "tied table")  # by FactorShape.tables
 _SECOND = 2**31  # no batch has this number: its seed is that of the second pass
@@ -61,6 +61,7 @@ def fisher_kronecker(
     shift_labels: ShiftLabels = "auto",
     checkpoint: str | Path | Checkpoint | None = None,
     shard: tuple[int, int] | None = None,
+    distributed: Distributed = "auto",
 ) -> KroneckerFisher:
     """Return F as a block for each layer: eigenvectors of two Kronecker factors, and eigenvalues in their basis.
 
@@ -96,7 +97,7 @@ def fisher_kronecker(
     settings, view = Settings.of(estimator, "auto", seed), check_reduction(reduction)
     if settings.granularity == "batch":
         raise ValueError(message("estimator", "one that squares per-sample gradients", repr(estimator)))
-    options = loop_options(progress, shard, checkpoint, "raise", distributed=False)
+    options = LoopOptions.of(progress, shard, checkpoint, "raise", distributed=distributed)
     limits = (
         integer_in_range(max_block, "max_block", 0, 2**20, "entries of a parameter with a dense block"),
         integer_in_range(max_side, "max_side", 1, 2**20, "features of a dense factor"),
@@ -110,15 +111,26 @@ def fisher_kronecker(
         beside = options.checkpoint if options.checkpoint is None or not both else _beside(options.checkpoint)
         repeated = problem.repeated() if both else None
         problem = problem if repeated is None else replace(problem, data=repeated.items())
-        method = make_method(problem, estimator, settings.granularity)  # of both passes: gradients are verified once
+        method = make_method(problem, settings)  # of both passes: gradients are verified once
         blocks, counts = _factors(
             problem, settings, weight_sharing, limits, replace(options, checkpoint=beside), method
         )
+        _share(blocks, options)
         if not both:
             return _result(blocks, layout, problem, settings, counts, options, view, weight_sharing)
     sharing = weight_sharing if basis is None else basis.weight_sharing
     blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], error_bars, options, method)
     return _result(blocks, layout, problem, settings, counts, options, view, sharing)
+
+
+def _share(blocks: list[EigenBlock], options: LoopOptions) -> None:
+    """Give all processes the eigenvectors and eigenvalues of the first, which need not be the same to the last bit."""
+    found = [t for block in blocks for t in (block.left, block.right, block.eigenvalues, *(block.factor_values or ()))]
+    with together(options.distributed is not False) as processes:
+        if processes.several:
+            for tensor in {id(t): t for t in found if t is not None}.values():
+                processes.add(tensor.zero_() if processes.rank else tensor)
+            processes.meet(found[-1].device)  # type: ignore[union-attr]
 
 
 def _check_combination(
@@ -153,7 +165,10 @@ def _factors(
     sums = FactorSums(tensors, _biases(names), sharing, *limits)
     counts = run(problem, settings, sums, replace(options, description="Kronecker factors"), method=method)
     sums.verify()
-    blocks = [_from_factors(sums, shape, names, _padding_row(problem, tensors[i])) for i, shape in sums.shapes.items()]
+    known: dict[int, Eigenvectors] = {}
+    blocks = [
+        _from_factors(sums, shape, names, _padding_row(problem, tensors[i]), known) for i, shape in sums.shapes.items()
+    ]
     return _in_order([*blocks, *_others(names, tensors, sums)], names, tensors), counts
 
 
@@ -210,7 +225,9 @@ def _result(
     return KroneckerFisher(blocks, layout, counts.samples, provenance, view, sharing, counts.positions)
 
 
-def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], padding: int | None) -> EigenBlock:
+def _from_factors(
+    sums: FactorSums, shape: FactorShape, names: list[str], padding: int | None, known: dict[int, Eigenvectors]
+) -> EigenBlock:
     """Return the block of a weight, with its bias where they belong together."""
     members = (names[shape.weight], *([] if shape.bias is None else [names[shape.bias]]))
     like = EigenBlock(members, _KINDS[shape.tables], torch.empty(0), turned=shape.turned)
@@ -223,7 +240,7 @@ def _from_factors(sums: FactorSums, shape: FactorShape, names: list[str], paddin
             left[0, padding] = 0.0
         parts.append((left, right, max(terms, 1.0)))
     if len(parts) == 1:
-        return product_block(like, *parts[0])
+        return product_block(like, *parts[0], known)
     return product_block(like, *nearest(parts), 1.0)
 
 

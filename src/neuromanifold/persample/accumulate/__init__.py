@@ -13,7 +13,8 @@ from __future__ import annotations
 from neuromanifold.persample.accumulate.base import GradientSums, Pass, SharedSums, StatefulSums
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums, Tally
 from neuromanifold.persample.accumulate.eigenvalues import Basis, EigenvalueSums
-from neuromanifold.persample.accumulate.factors import FactorShape, FactorSums, WeightSharing
+from neuromanifold.persample.accumulate.factors import FactorSums, WeightSharing
+from neuromanifold.persample.accumulate.pairs import FactorShape
 from neuromanifold.persample.accumulate.rows import GradientRows, KeptForms
 from neuromanifold.persample.accumulate.trace import TraceSums
 

@@ -16,9 +16,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from neuromanifold.core.checks import message
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
-from neuromanifold.persample.accumulate.factors import FactorShape, PairedForms, refuse_late
+from neuromanifold.persample.accumulate.pairs import FactorShape, PairedForms, refuse_late
 from neuromanifold.persample.accumulate.remainder import RemainderSums
 from neuromanifold.persample.gradients import Accumulators, Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
@@ -78,14 +78,15 @@ class EigenvalueSums:
         alike: bool = True,
     ) -> None:
         """`bases`: by the number of the weight; other arguments as for `DiagonalSums`."""
-        self._bases = bases
+        self._bases, self._arguments = bases, (parameters, bases, max_block, fourth_powers, alike)
         shapes = {i: basis.shape for i, basis in bases.items()}
         self._shapes = shapes
         self._pairs = PairedForms({i: shape.bias for i, shape in shapes.items() if shape.bias is not None})
         like = [p.new_empty(()).expand(shapes[i].shape if i in shapes else p.shape) for i, p in enumerate(parameters)]
         self.diagonal = DiagonalSums(like, fourth_powers, alike)
         self.remainder = RemainderSums(parameters, max_block, self.diagonal)
-        self._rotated: dict[int, tuple[Tensor, Tensor]] = {}  # inputs of a batch, before and after
+        self._rotated: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        """Inputs of a batch, before and after, by their place in memory and their basis: layers may share both."""
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -118,26 +119,33 @@ class EigenvalueSums:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all sums, and a fingerprint of the basis that they are in."""
-        squares, values = self.diagonal.state()
-        tensors = {f"block.{i}": value for i, value in self.remainder.blocks.items()}
-        tensors |= {f"diagonal.{name}": value for name, value in squares.items()}
-        others = sorted(self.remainder.numbers)
-        return tensors, {"diagonal": values, "others": others, "basis": self._fingerprint()}
+        tensors, values = self.remainder.state()
+        return tensors, {**values, "basis": self._fingerprint()}
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned, if it is in the same basis."""
-        if values["basis"] != self._fingerprint():
+        self._check_basis(values["basis"])
+        self.remainder.set_state(tensors, values)
+
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add what `state` returned for other batches, in the same basis."""
+        self._check_basis(values["basis"])
+        self.remainder.merge(tensors, values)
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes."""
+        self.remainder.reduce(processes)
+
+    def copy(self) -> EigenvalueSums:
+        """Return the same sums, which go on by themselves."""
+        copied = EigenvalueSums(*self._arguments)
+        copied.set_state(*self.state())
+        return copied
+
+    def _check_basis(self, theirs: str) -> None:
+        if theirs != self._fingerprint():
             advice = "Eigenvectors are not the same on other machines: begin afresh, or give a saved result as `basis`."
             raise ValueError(message("checkpoint", "of eigenvalues in the same basis", "one of another", advice))
-        squares = {name.removeprefix("diagonal."): t for name, t in tensors.items() if name.startswith("diagonal.")}
-        self.diagonal.set_state(squares, values["diagonal"])
-        self.remainder.numbers = set(values["others"])
-        for name, value in tensors.items():
-            kind, _, number = name.partition(".")
-            if kind == "block":
-                block = self.remainder.block_of(int(number))
-                assert block is not None
-                block.copy_(value)
 
     def _fingerprint(self) -> str:
         sides = [(f"{i}", [side for side in basis[1:] if side is not None]) for i, basis in self._bases.items()]
@@ -150,9 +158,9 @@ class EigenvalueSums:
             return
         if (bias is None) != (basis.shape.bias is None) or not _fits(form, basis.shape):
             raise _other(i, f"a {type(form).__name__} of shape {list(form.shape)}" + (" with a bias" if bias else ""))
-        self.diagonal.add_samples(i, self._rotate(i, form, basis), made_by)
+        self.diagonal.add_samples(i, self._rotate(form, basis), made_by)
 
-    def _rotate(self, i: int, form: Form, basis: Basis) -> Form:
+    def _rotate(self, form: Form, basis: Basis) -> Form:
         if isinstance(form, Rows):
             return replace(form, values=_turn(form.values, basis.right))
         if isinstance(form, Tied):
@@ -162,10 +170,12 @@ class EigenvalueSums:
         if not isinstance(form, Product):
             return Rotated(form, basis)
         inputs = form.left if form.turned else form.right
-        before, rotated = self._rotated.get(i, (None, None))
-        if rotated is None or before is None or before.data_ptr() != inputs.data_ptr():
-            rotated = _turn_left(form, basis) if form.turned else _turn_right(form, basis)
-            self._rotated[i] = inputs, rotated
+        side = basis.left if form.turned else basis.right
+        place = inputs.data_ptr(), inputs.shape, inputs.stride(), id(side), basis.shape.bias is not None
+        if side is None or place not in self._rotated:
+            turned = _turn_left(form, basis) if form.turned else _turn_right(form, basis)
+            self._rotated[place] = inputs, turned
+        rotated = self._rotated[place][1]
         if form.turned:
             return _product(basis, rotated, _turn_right(form, basis))
         return _product(basis, _turn_left(form, basis), rotated)

@@ -8,42 +8,30 @@ all others ─► RemainderSums
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message, promoted
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
+from neuromanifold.persample.accumulate.pairs import (
+    FactorShape,
+    PairedForms,
+    changed,
+    is_sum_of,
+    refuse_late,
+    shape_of_factors,
+)
 from neuromanifold.persample.accumulate.remainder import RemainderSums
 from neuromanifold.persample.gradients import Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
 
 WeightSharing = Literal["expand", "reduce"]
 _LEAST_HALVED = 256  # features of a factor whose blocks on both sides of the diagonal are not both computed
-_TOLERANCE = 1e-3  # to which a bias's gradient has to be the sum of a weight's output gradients
-
-
-@dataclass(frozen=True)
-class FactorShape:
-    """How the gradients of a weight, perhaps with its bias, are read as matrices [G, L, R]."""
-
-    weight: int
-    bias: int | None
-    groups: int
-    left: int
-    right: int
-    turned: bool  # inputs are on the left
-    tables: int = 0  # 1: rows of a table; 2: these and a product, of a weight that is an output layer, too
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the matrices, without groups where there are none."""
-        groups = [] if self.groups == 1 else [self.groups]
-        return torch.Size([*groups, self.left, self.right])
 
 
 def add_gram(to: Tensor, rows: Tensor) -> None:
@@ -61,37 +49,6 @@ def add_gram(to: Tensor, rows: Tensor) -> None:
     to[half:, :half].addmm_(rows[:, half:].mT, rows[:, :half])
 
 
-class PairedForms:
-    """Brings the forms of a weight and of its bias together, which come one after the other in a pass."""
-
-    def __init__(self, pairs: dict[int, int]) -> None:
-        """`pairs`: the numbers of weights, each with that of the bias that may belong to it."""
-        self._bias_of = dict(pairs)
-        self._weight_of = {bias: weight for weight, bias in pairs.items()}
-        self._held: dict[int, tuple[Form, Pass]] = {}
-
-    def separate(self, weight: int) -> None:
-        """From now on, give the weight and the bias each on its own."""
-        self._weight_of.pop(self._bias_of.pop(weight))
-
-    def given(self, i: int, form: Form, made_by: Pass) -> Iterator[tuple[int, Form, Form | None, Pass]]:
-        """Yield (weight, its form, its bias's form, pass) once both are there; at once what has no partner."""
-        partner = self._bias_of.get(i, self._weight_of.get(i))
-        if partner is None:
-            yield i, form, None, made_by
-        elif partner in self._held:
-            other = self._held.pop(partner)[0]
-            yield (i, form, other, made_by) if i in self._bias_of else (partner, other, form, made_by)
-        else:
-            self._held[i] = form, made_by
-
-    def left(self) -> Iterator[tuple[int, Form, None, Pass]]:
-        """Yield what has come without its partner in this pass."""
-        held, self._held = self._held, {}
-        for i, (form, made_by) in held.items():
-            yield i, form, None, made_by
-
-
 class FactorSums:
     """Sums of the factors of all layers, and blocks or diagonals of the other parameters.
 
@@ -105,6 +62,7 @@ class FactorSums:
     ) -> None:
         """`max_side`: a side with more features than that has a diagonal factor."""
         self._parameters, self._sharing, self._max_side = parameters, sharing, max_side
+        self._arguments = parameters, pairs, sharing, max_block, max_side
         self._pairs = PairedForms(pairs)
         self._candidates = pairs
         self.shapes: dict[int, FactorShape] = {}
@@ -114,19 +72,27 @@ class FactorSums:
         self.remainder = RemainderSums(parameters, max_block, self.diagonal)
         self._inputs: dict[int, Tensor] = {}  # of the first pass of a batch
         self._first: dict[int, bool] = {}
+        self._shared: dict[tuple[Any, ...], tuple[list[str], Tensor, Tensor | None]] = {}
+        """Inputs of the batch by their place in memory, with the factors that they belong to."""
         self._wrong: dict[int, Tensor] = {}  # whether a bias's gradient was not that of the weight's outputs
         self._batches = 0
+        self._whole: dict[int, Tensor] = {}  # factors with both triangles
 
     def factor(self, name: str) -> Tensor:
-        """Return a factor [G, d, d], or [G, d] of a diagonal one, by f"{weight}.left" and f"{weight}.right"."""
+        """Return a factor [G, d, d], or [G, d] of a diagonal one, by f"{weight}.left" and f"{weight}.right".
+
+        Layers with the same inputs, such as queries, keys and values, have one in common.
+        """
         factor = self._factors[name]
-        return factor if factor.ndim == 2 else factor.tril() + factor.tril(-1).mT
+        if id(factor) not in self._whole:
+            self._whole[id(factor)] = factor if factor.ndim == 2 else factor.tril() + factor.tril(-1).mT
+        return self._whole[id(factor)]
 
     def verify(self) -> None:
         """Raise if a bias turned out not to belong to its weight; waits for a GPU."""
         for i, wrong in self._wrong.items():
             if bool(wrong):
-                raise _changed(i, "a bias whose gradient is not that of the weight's outputs")
+                raise changed(i, "a bias whose gradient is not that of the weight's outputs")
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
@@ -149,12 +115,14 @@ class FactorSums:
         }
         for pair in self._pairs.left():
             if pair[0] in joint:
-                raise _changed(pair[0], "a weight without its bias, or the other way round")
+                raise changed(pair[0], "a weight without its bias, or the other way round")
             self._add(*pair)
         self.diagonal.end_pass()
 
+    @torch.no_grad()
     def end_batch(self) -> None:
         """End a batch: the next pass has other inputs."""
+        self._add_shared()
         self._inputs, self._first = {}, {}
         self._batches += 1
         self.diagonal.end_batch()
@@ -165,30 +133,74 @@ class FactorSums:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all factors, blocks and squares, and how they were decided."""
-        squares, values = self.diagonal.state()
-        tensors = {f"factor.{name}": value for name, value in self._factors.items()}
+        tensors, values = self.remainder.state()
+        tensors |= {f"factor.{name}": value.clone() for name, value in self._factors.items()}  # some have one in common
         tensors |= {f"terms.{name}": torch.as_tensor(v, dtype=torch.float64) for name, v in self.terms.items()}
-        tensors |= {f"block.{i}": value for i, value in self.remainder.blocks.items()}
-        tensors |= {f"diagonal.{name}": value for name, value in squares.items()}
-        shapes = [asdict(shape) for shape in self.shapes.values()]
-        return tensors, {"diagonal": values, "shapes": shapes, "others": sorted(self.remainder.numbers)}
+        return tensors, {**values, "shapes": [asdict(shape) for shape in self.shapes.values()]}
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned."""
+        self._factors, self.terms, self.shapes = {}, {}, {}
+        self.remainder.set_state(tensors, values)
+        self._take(tensors, values["shapes"])
+
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add what `state` returned for other batches."""
+        self.remainder.merge(tensors, values)
+        self._take(tensors, values["shapes"])
+
+    def copy(self) -> FactorSums:
+        """Return the same sums, which go on by themselves."""
+        copied = FactorSums(*self._arguments)
+        copied.set_state(*self.state())
+        return copied
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes; factors that layers have in common everywhere once."""
+        place = {id(factor): name for name, factor in reversed(self._factors.items())}
+        mine = {name: [place[id(factor)], list(factor.shape)] for name, factor in self._factors.items()}
+        terms = {name: float(value) for name, value in self.terms.items()}
+        wrong = [i for i, value in self._wrong.items() if bool(value)]
+        shapes = [asdict(shape) for shape in self.shapes.values()]
+        of_all = processes.gather("factors", {"held": mine, "terms": terms, "wrong": wrong, "shapes": shapes})
+        for one in of_all:
+            self._take_shapes(one["shapes"])
+            self._wrong |= dict.fromkeys(one["wrong"], torch.ones(()))
+        names = sorted({name for one in of_all for name in one["terms"]})
+        self.terms = {name: sum(one["terms"].get(name, 0.0) for one in of_all) for name in names}
+        alike: dict[tuple[str | None, ...], list[str]] = {}
+        for name in sorted({name for one in of_all for name in one["held"]}):
+            alike.setdefault(tuple(one["held"].get(name, [None])[0] for one in of_all), []).append(name)
+        before, self._factors = self._factors, {}
+        for members in alike.values():
+            sizes = next(one["held"][members[0]][1] for one in of_all if members[0] in one["held"])
+            held = before.get(members[0])
+            parameter = self._parameters[int(members[0].split(".")[0])]
+            zeros = torch.zeros(sizes, dtype=promoted(parameter.dtype), device=parameter.device)
+            total = zeros if held is None else held.clone()
+            processes.add(total)
+            self._factors.update(dict.fromkeys(members, total))
+        self.remainder.reduce(processes)
+
+    def _take(self, tensors: dict[str, Tensor], shapes: list[dict[str, Any]]) -> None:
+        """Add factors and terms of other batches, and what has been decided about them."""
         device = self._parameters[0].device
-        kinds: dict[str, dict[str, Tensor]] = {"factor": {}, "terms": {}, "block": {}, "diagonal": {}}
         for name, value in tensors.items():
             kind, _, rest = name.partition(".")
-            kinds[kind][rest] = value.to(device, copy=True)
-        self._factors, self.terms = kinds["factor"], dict(kinds["terms"])
-        self.remainder.blocks = {int(i): block for i, block in kinds["block"].items()}
-        self.remainder.numbers = set(values["others"])
-        self.diagonal.set_state(kinds["diagonal"], values["diagonal"])
-        self.shapes = {one["weight"]: FactorShape(**one) for one in values["shapes"]}
-        for weight in [w for w in self._candidates if w in self.shapes and self.shapes[w].bias is None]:
-            self._pairs.separate(weight)
+            if kind == "factor":
+                self._factors[rest] = self._factors.get(rest, 0.0) + value.to(device)
+            elif kind == "terms":
+                self.terms[rest] = self.terms.get(rest, 0.0) + value.to(device)
+        self._take_shapes(shapes)
         for weight in set(self._candidates) & self.remainder.numbers:
             self._pairs.separate(weight)
+
+    def _take_shapes(self, shapes: list[dict[str, Any]]) -> None:
+        for one in (FactorShape(**shape) for shape in shapes):
+            if self.shapes.setdefault(one.weight, one) != one:
+                raise changed(one.weight, "other factors in another process, or in another part of the data")
+            if one.bias is None and one.weight in self._candidates:
+                self._pairs.separate(one.weight)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -231,28 +243,33 @@ class FactorSums:
         for start, stop in form.product_pieces():
             product = form.product_of(start, stop)
             if product is None:
-                raise _changed(shape.weight, f"gradients as a {type(form).__name__}")
+                raise changed(shape.weight, f"gradients as a {type(form).__name__}")
             sides = (product.right, product.left) if product.turned else (product.left, product.right)
             outputs, inputs = (side.to(dtype) for side in sides)
             if bias is not None and looks:
-                wrong = ~_is_sum(bias.gradients(start, stop, dtype), outputs)
+                wrong = ~is_sum_of(bias.gradients(start, stop, dtype), outputs)
                 self._wrong[shape.weight] = self._wrong.get(shape.weight, torch.zeros_like(wrong)) | wrong
             names = ("right", "left") if product.turned else ("left", "right")
             if self._sharing == "reduce":
                 outputs = outputs.sum(-2, keepdim=True)
             outputs = outputs if made_by.scale == 1.0 else outputs / made_by.scale
-            self._accumulate(f"{key}.{names[0]}", outputs, None, diagonal=shape.tables > 0)
+            self._accumulate([f"{key}.{names[0]}"], outputs, None, diagonal=shape.tables > 0)
             if first:
                 weights = None if made_by.weights is None else made_by.weights[start:stop].to(inputs)
                 inputs = inputs.mean(-2, keepdim=True) if self._sharing == "reduce" else inputs
-                self._accumulate(f"{key}.{names[1]}", inputs, weights, with_ones=shape.bias is not None)
                 self._count(key, len(inputs) if weights is None else weights.sum(), inputs.shape[-2])
+                name, with_ones = f"{key}.{names[1]}", shape.bias is not None
+                if isinstance(form, Product) and self._sharing == "expand":
+                    place = inputs.data_ptr(), inputs.shape, inputs.stride(), with_ones
+                    self._shared.setdefault(place, ([], inputs, weights))[0].append(name)
+                else:
+                    self._accumulate([name], inputs, weights, with_ones=with_ones)
         if isinstance(form, Product):
             self._check_inputs(shape.weight, form)
 
     def _add_rows(self, i: int, rows: Rows, made_by: Pass) -> None:
         key, dtype = f"{i}.table", promoted(self._parameters[i].dtype)
-        self._accumulate(f"{key}.right", rows.values.to(dtype) / made_by.scale, None)
+        self._accumulate([f"{key}.right"], rows.values.to(dtype) / made_by.scale, None)
         if self._first.get(i, True):
             weights = torch.ones(rows.samples, dtype=dtype, device=rows.device)
             weights = weights if made_by.weights is None else made_by.weights.to(dtype)
@@ -261,10 +278,29 @@ class FactorSums:
             self._factors[f"{key}.left"] = self._factors.get(f"{key}.left", 0.0) + counts
             self._count(key, weights.sum(), rows.ids.shape[1])
 
+    def _add_shared(self) -> None:
+        """Add the inputs of the batch, once for all layers that have had the same inputs in every batch so far."""
+        for (*_, with_ones), (names, inputs, weights) in self._shared.items():
+            alike: dict[int, list[str]] = {}
+            for name in names:
+                alike.setdefault(id(self._factors.get(name)), []).append(name)
+            for members in alike.values():
+                held = self._factors.get(members[0])
+                if held is not None and sum(factor is held for factor in self._factors.values()) > len(members):
+                    self._factors.update(dict.fromkeys(members, held.clone()))  # others have other inputs from now on
+                self._accumulate(members, inputs, weights, with_ones=with_ones)
+        self._shared = {}
+
     def _accumulate(
-        self, name: str, values: Tensor, weights: Tensor | None, *, diagonal: bool = False, with_ones: bool = False
+        self,
+        names: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        *,
+        diagonal: bool = False,
+        with_ones: bool = False,
     ) -> None:
-        """Add Σ_n w_n Σ_t v_nt v_ntᵀ of values [n, t, d] or [n, G, t, d] to a factor, or only its diagonal.
+        """Add Σ_n w_n Σ_t v_nt v_ntᵀ of values [n, t, d] or [n, G, t, d] to one factor of all names, or its diagonal.
 
         `with_ones`: each v has a further entry that is always 1, which is the input that a bias is the weight of.
         """
@@ -272,11 +308,12 @@ class FactorSums:
             values = values * weights.sqrt().view(-1, *[1] * (values.ndim - 1))
         rows = values.flatten(0, 1)[None] if values.ndim == 3 else values.movedim(0, 1).flatten(1, 2)  # [G, n·t, d]
         groups, count, size = rows.shape
-        held = self._factors.get(name)
+        held = self._factors.get(names[0])
         if held is None:
             full = size + with_ones
             shape = (groups, full) if diagonal or full > self._max_side else (groups, full, full)
-            held = self._factors[name] = rows.new_zeros(shape)
+            held = rows.new_zeros(shape)
+            self._factors.update(dict.fromkeys(names, held))
         if held.ndim == 2:
             held[:, :size] += rows.square().sum(1)
         elif groups == 1:
@@ -302,47 +339,3 @@ class FactorSums:
             advice = "Its rule should give Product(gradients, inputs), or Product(inputs, gradients, turned=True)."
             expected = "the same in each pass of a batch"
             raise ValueError(message(f"inputs of parameter {i}", expected, "others", advice))
-
-
-def shape_of_factors(i: int, j: int | None, form: Form, bias: Form | None) -> FactorShape | None:
-    """Return how a weight's gradients are read as matrices, with the bias where it belongs to them; None: not at all.
-
-    The bias belongs to the weight if its gradient is the sum over positions of the weight's output gradients.
-    A convolution with a single channel in each group has dense blocks, which are exact, instead.
-    """
-    if isinstance(form, (Rows, Tied)):
-        return FactorShape(i, None, 1, form.shape[0], form.shape[1], True, 2 if isinstance(form, Tied) else 1)
-    stop = next((stop for _, stop in form.product_pieces()), 0)
-    product = form.product_of(0, stop)
-    if product is None:
-        return None
-    left, right = product.left.shape[-1], product.right.shape[-1]
-    groups = product.left.shape[1] if product.left.ndim == 4 else 1
-    if groups > 1 and min(left, right) == 1:
-        return None
-    outputs = product.right if product.turned else product.left
-    if bias is not None and j is not None and bool(_is_sum(bias.gradients(0, stop, promoted(outputs.dtype)), outputs)):
-        return FactorShape(i, j, groups, left + product.turned, right + (not product.turned), product.turned)
-    return FactorShape(i, None, groups, left, right, product.turned)
-
-
-def _is_sum(bias: Tensor, outputs: Tensor) -> Tensor:
-    """Whether a bias's gradients [n, o] are the sums over positions of output gradients [n, t, o] or [n, G, t, o]."""
-    sums = outputs.to(bias.dtype).sum(-2).flatten(1)
-    if bias.ndim != 2 or bias.shape != sums.shape:
-        return torch.zeros((), dtype=torch.bool, device=bias.device)
-    size = torch.linalg.vector_norm(outputs.to(bias.dtype).abs().sum(-2))
-    found: Tensor = torch.linalg.vector_norm(bias - sums) <= _TOLERANCE * size
-    return found
-
-
-def refuse_late(numbers: Sequence[int], shapes: dict[int, FactorShape]) -> None:
-    """Raise if parameters that have factors are left to autograd in a later batch."""
-    taken = {n for shape in shapes.values() for n in (shape.weight, shape.bias) if n is not None}
-    if late := sorted(taken.intersection(numbers)):
-        raise _changed(late[0], "a gradient that autograd has summed over the batch")
-
-
-def _changed(i: int, got: str) -> ValueError:
-    advice = "The model treats batches differently. Leave the parameter out with `parameters`."
-    return ValueError(message(f"gradients of parameter {i}", "of the same kind in all batches", got, advice))

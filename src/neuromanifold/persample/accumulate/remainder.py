@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
 from neuromanifold.persample.gradients import Form
 
@@ -60,8 +61,45 @@ class RemainderSums:
                 alone[i] = g
         self._diagonal.add(alone, made_by)
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all blocks and squares, and which parameters have come."""
+        squares, values = self._diagonal.state()
+        tensors = {f"block.{i}": block for i, block in self.blocks.items()}
+        tensors |= {f"diagonal.{name}": value for name, value in squares.items()}
+        return tensors, {"diagonal": values, "others": sorted(self.numbers)}
+
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self._diagonal.set_state(_named("diagonal.", tensors), values["diagonal"])
+        self.blocks, self.numbers = {}, set(values["others"])
+        self._add_blocks(tensors)
+
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Add what `state` returned for other batches."""
+        self._diagonal.merge(_named("diagonal.", tensors), values["diagonal"])
+        self.numbers |= set(values["others"])
+        self._add_blocks(tensors)
+
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes."""
+        self.numbers = {i for numbers in processes.gather("others", sorted(self.numbers)) for i in numbers}
+        for i in sorted(self.numbers):
+            if (block := self.block_of(i)) is not None:
+                processes.add(block)
+        self._diagonal.reduce(processes)
+
+    def _add_blocks(self, tensors: dict[str, Tensor]) -> None:
+        for i, value in _named("block.", tensors).items():
+            block = self.block_of(int(i))
+            assert block is not None
+            block += value.to(block.device)
+
     @staticmethod
     def _add_outer(block: Tensor, g: Tensor, made_by: Pass) -> None:
         rows, width = block.shape[:2]
         g = g.reshape(len(g), rows, width).transpose(0, 1) / made_by.scale  # [rows, n, w]
         block.baddbmm_(g.mT, g)
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

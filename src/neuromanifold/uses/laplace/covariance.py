@@ -21,7 +21,7 @@ from neuromanifold.persample.gradients import Dense, Form
 from neuromanifold.problem.batches import read_batch
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.loop import run
-from neuromanifold.run.step import Settings
+from neuromanifold.run.settings import Settings
 from neuromanifold.uses.laplace.curvature import Block
 
 Root = Callable[[Block, Sequence[Tensor]], Tensor]
