@@ -78,7 +78,9 @@ def test_no_other_allocation_of_the_same_cost_has_less_loss(n: int, c: int, seed
     noise = scores.noise[torch.arange(n), choices]
     for budget in torch.linspace(0.3, 2 * c - 1, 12)[:-1].tolist():
         found = allocate(scores, budget * n)
-        claimed, cost = found.loss(scores), found.cost
+        one_by_one = [found._replace(keep=torch.where(torch.arange(n) == i, found.keep, 0)) for i in range(n)]
+        claimed = sum(one.variance(scores) / float(t) for one, t in zip(one_by_one, scores.trace, strict=True))
+        cost = found.cost
         assert 0 < cost <= budget * n * (1 + 1e-12)
         least = least_loss(noise, scores, scores.passes[choices], cost)
         assert claimed + found.price * cost <= (float(least.min()) + found.price * cost) * 1.01
@@ -105,7 +107,7 @@ def test_everything_is_exact_where_the_budget_allows() -> None:
         scores = scores_of(core)
         found = allocate(scores, 20 * (1 + 2 * core.rank))
         assert (found.keep.tolist(), found.price) == ([1.0] * 20, 0.0)
-        assert found.loss(scores) < 1e-14
+        assert found.variance(scores) < 1e-14
         assert scores.passes[-1] == core.rank
 
 
@@ -124,7 +126,7 @@ def test_no_sample_and_none_with_information() -> None:
             scores = scores_of(core, budget)
             found = allocate(scores, budget)
             assert found.keep.shape == found.passes.shape == core.batch_shape
-            assert (found.cost, found.loss(scores)) == (0, 0)
+            assert (found.cost, found.variance(scores)) == (0, 0)
             assert not pays(nm.Adaptive(1.0), scores)
         assert len(chosen(found.keep, torch.Generator())) == 0
         assert in_full_groups(found.keep, 4, torch.Generator()).tolist() == found.keep.tolist()
@@ -413,4 +415,4 @@ def test_the_allocation_of_equal_samples_is_uniform_sampling() -> None:
     torch.testing.assert_close(found.keep, torch.full((40,), 1 / 3).double(), rtol=1e-3, atol=0)
     by_hand = Allocation(torch.full((40,), 1 / 3).double(), torch.ones(40).double(), 0.0)
     t, q = 3.0, 3.0
-    assert by_hand.loss(scores) == pytest.approx(40 * (2 * (t**2 - q) * 3 + 2 * (t**2 + 2 * q)) / t)
+    assert by_hand.variance(scores) == pytest.approx(40 * (2 * (t**2 - q) * 3 + 2 * (t**2 + 2 * q)))

@@ -8,10 +8,10 @@ it would be.  On average over directions of J, and up to one factor for all samp
 A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
 Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q), and costs π(1 + 2m) forward passes.
 
-What counts is the sum of standard errors over entries, ∂ Σ_i √(Σ V) = Σ_i ∂ΣV/2√(Σ V): a variance counts less in entries
-that have a large one, and these are the entries of samples with large t.  So we minimise Σ V/t: the loss.  (Σ V instead
-spends too much on the largest samples.)  The smallest loss at a given cost, but for some percent, has one number μ for
-all samples:
+What counts is the sum of standard errors over entries, ∂ Σ_i √(Σ V) = Σ_i ∂ΣV/2√(Σ V): a variance counts less in an
+entry that has a large one, and these are the entries of samples with large t.  So we minimise Σ V/t: the loss.  (Σ V
+instead spends too much on the largest samples.)  The smallest loss at a given cost, but for some percent, has one
+number μ for all samples:
 
     π = min(1, √(t/μ))        m = argmin S²_m/t + μm, which is 1 wherever π < 1.
 
@@ -142,11 +142,11 @@ class Allocation(NamedTuple):
     passes: Tensor  # [n] m
     price: float  # μ
 
-    def loss(self, scores: Scores) -> float:
-        """Predict Σ V/t."""
+    def variance(self, scores: Scores) -> float:
+        """Predict Σ V, in units of `Scores`."""
         kept = self.keep > 0
-        pi, noise, fisher, t = (one[kept] for one in (self.keep, scores.at(self.passes), scores.fisher, scores.trace))
-        return float(((2 * noise / pi + (1 / pi - 1) * fisher) / t).sum())
+        pi, noise, fisher = self.keep[kept], scores.at(self.passes)[kept], scores.fisher[kept]
+        return float((2 * noise / pi + (1 / pi - 1) * fisher).sum())
 
     @property
     def cost(self) -> float:
@@ -178,7 +178,7 @@ def score(
 
 
 def allocate(scores: Scores, budget: float) -> Allocation:
-    """The allocation with the least loss for so many forward passes altogether, by bisection for μ."""
+    """The allocation with the least Σ V/t for so many forward passes altogether, by bisection for μ."""
 
     def at(price: float) -> Allocation:
         best = (scores.noise + price * scores.trace[:, None] * scores.passes).argmin(-1)
@@ -204,7 +204,7 @@ def pays(estimator: Adaptive, scores: Scores) -> bool:
     if budget <= 0 or not bool((scores.trace > 0).any()):
         return False
     alike = estimator.allocation(samples)
-    return allocate(scores, budget).loss(scores) < _FEWER * alike.loss(scores)
+    return allocate(scores, budget).variance(scores) < _FEWER * alike.variance(scores)
 
 
 def chosen(keep: Tensor, generator: torch.Generator) -> Tensor:
