@@ -2,6 +2,7 @@
 
 from neuromanifold._version import __version__
 from neuromanifold.bounds import NetworkBounds, batches_needed
+from neuromanifold.bounds.gram import GramMatrix, fisher_gram
 from neuromanifold.bounds.run import fisher_bounds
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian, Spectrum
 from neuromanifold.diagnostics.check import check
@@ -82,6 +83,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "fisher_bounds",
     "fisher_diagonal",
     "fisher_factors",
+    "fisher_gram",
     "fisher_kronecker",
     "fisher_matrix",
     "fisher_operator",
@@ -106,6 +108,7 @@ __all__ = [  # noqa: RUF022 (grouped by stage)
     "FisherFactors",
     "FisherMatrix",
     "FisherOperator",
+    "GramMatrix",
     "KroneckerFisher",
     "NetworkBounds",
     "NotConvergedWarning",

@@ -48,6 +48,19 @@ def test_products_are_squared_sample_by_sample(shape, dtype, parts):
         assert not close(squares, 1 + 4 * truth.sum(0).square(), 0.1)  # the square of the batch is something else
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_norms_of_the_rows_of_each_product_are_added_over_tiles_and_programs(shape, parts):
+    n, t, o, i = shape
+    left, right, squares, norms = noise(n, t, o), noise(n, t, i), torch.ones(o, i), torch.ones(n, o)
+    launch_product_squares(
+        left, right, squares, norms=norms, factors=(4.0, 9.0, 0.5), config=SMALL, parts=min(parts, n)
+    )
+    truth = products(left, right) * 0.5
+    assert close(squares, 1 + 4 * truth.square().sum(0))
+    assert close(norms, 1 + truth.square().sum(2))
+
+
 def test_products_without_fourth_powers_and_in_a_fixed_order():
     left, right, squares = noise(5, 20, 18), noise(5, 20, 30), torch.zeros(18, 30)
     for _ in range(2):

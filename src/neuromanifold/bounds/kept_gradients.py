@@ -27,14 +27,16 @@ class KeptGradients:
     def __init__(self, keeps: bool, limited: bool) -> None:
         self.keeps, self._limited = keeps, limited
         self._chunks: list[Chunk] = []
-        self._numbers = self._rows = 0
+        self._rows = 0
+        self.numbers = 0
+        """How many numbers are kept."""
 
     def add(self, i: int, one: Stack, index: Tensor, chunk: Chunk) -> None:
         """Keep the gradients of the samples `index` of a stack."""
         if not self.keeps or not len(index):
             return
-        self._numbers += one.numbers * len(index) // max(1, one.samples)
-        if self._limited and self._numbers > _NUMBERS:
+        self.numbers += one.numbers * len(index) // max(1, one.samples)
+        if self._limited and self.numbers > _NUMBERS:
             self.give_up()
             chunk.stacks.clear()
             return

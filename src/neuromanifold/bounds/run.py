@@ -19,27 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.bounds.actual import estimated_norms, exact_norms
-from neuromanifold.bounds.grams import ClassGradients
-from neuromanifold.bounds.kept_gradients import Chunk, KeptGradients
+from neuromanifold.bounds.gram import GramRun
+from neuromanifold.bounds.kept_gradients import KeptGradients
 from neuromanifold.bounds.network import Terms, network_terms
 from neuromanifold.bounds.result import Actual, Cost, Diagonals, NetworkBounds
-from neuromanifold.bounds.splitting import split
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import check_reduction, integer_in_range, message, one_of
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
-from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.model import Selection
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.run.counts import Counts
 from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
-from neuromanifold.run.methods import PerSample
 from neuromanifold.run.settings import Settings
 
 ActualNorms = Literal["auto", "exact", "estimate", "none"]
@@ -127,8 +123,10 @@ def fisher_bounds(
     )._view(view)
 
 
-class _Work:
+class _Work(GramRun):
     """One run over the data: accumulates terms, diagonals, and gradients for norms."""
+
+    description = "Fisher bounds"
 
     def __init__(
         self,
@@ -139,58 +137,17 @@ class _Work:
         actual: ActualNorms,
         max_bytes: int | None,
     ) -> None:
-        self.problem, self.settings, self.rank, self.actual, self.max_bytes = problem, settings, rank, actual, max_bytes
-        self.counts = Counts()
+        kept = KeptGradients(actual in ("auto", "exact"), limited=actual != "exact")
+        super().__init__(problem, settings, kept, max_bytes)
+        self.rank, self.actual = rank, actual
         self.terms: list[Terms] = []
         self.classes, self.has_labels = 0, True
         self.costs: dict[str, tuple[int, float]] = {}
-        self.kept = KeptGradients(actual in ("auto", "exact"), limited=actual != "exact")
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
         tensors = list(problem.parameters.values())
         parts = (Exact(Lower(rank)), BelowRank(rank=rank), AboveFull()) if diagonals else ()
         self._sums = {part: DiagonalSums(tensors, fourth_powers=False) for part in parts}
-        self._method = PerSample(problem, settings)
-        self._inspected = False
-        self._passes = 0  # of Gram matrices and norms
-
-    def run(self, progress: bool) -> None:
-        """Go through the data once, and accumulate."""
-        with self.problem.session(), self._method.attached():
-            for batch in self.problem.batches(progress=progress, description="Fisher bounds"):
-                self._take(batch)
-                self.counts.batches = self.counts.next = batch.number + 1
-        self._method.validation.flush()
-        self.counts.synchronize()
-        self.counts.note(self._method)
-        self.counts.passes = sum(passes for passes, _ in self.costs.values())
-        if not self.counts.samples:
-            advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
-            got = f"{self.counts.batches} batches"
-            raise ValueError(message("data", "an iterable with at least one sample", got, advice))
-
-    def _take(self, batch: Batch) -> None:
-        """Add one batch: at once, or a few samples at a time if the gradients of all classes would be too large."""
-        outputs, budget = self._method.forward(batch), self.max_bytes
-        if not self._inspected and batch.number & (batch.number - 1) == 0:
-            self._inspected = self.problem.inspect(batch, outputs)
-        logits, gradients = outputs.logits.detach(), self._class_gradients(outputs.logits)
-        available = gradients.ordinary if budget is None else budget
-        samples = max(1, len(logits) * available // max(1, logits.shape[-1] * gradients.outputs))
-        if samples < len(logits) and self.problem.batch_dim == 0:
-            del outputs, gradients
-            self._method.release()
-            if parts := split(self.problem, batch, logits, samples):
-                for part in parts:
-                    self._add(self._method.forward(part), available)
-                return
-            outputs = self._method.forward(batch)
-        self._add(outputs, budget)
-
-    def _class_gradients(self, logits: Tensor) -> ClassGradients:
-        assert self._method.captured is not None
-        vectorizes = bool(len(logits)) and self._method.engine.vectorizes(self._method.captured, logits)
-        return ClassGradients(self._method.captured, vectorizes)
 
     def _add(self, outputs: Outputs, budget: int | None) -> None:
         """Add the distributions of a batch, or of a part of one, to terms and diagonals."""
@@ -203,6 +160,7 @@ class _Work:
         with self._timed("terms"):
             self.terms.append(network_terms(K, core, labels))
         self._logits.append(core.logits)
+        self._rows += len(core.logits)
         if labels is not None:
             self._labels.append(labels)
         for part, sums in self._sums.items():
@@ -232,42 +190,6 @@ class _Work:
         except ValueError as error:
             raise ValueError(where + str(error).replace("`y`", "`labels`")) from error
         return precise, labels
-
-    def _grams(self, outputs: Outputs, budget: int | None) -> Tensor:
-        """Return K of the valid distributions, [rows, C, C] in float64 on the CPU."""
-        logits, valid = outputs.logits, outputs.valid
-        places = logits.shape[1:-1].numel()
-        counts = torch.ones(logits.shape[:-1], dtype=torch.bool) if valid is None else valid.cpu()
-        counts = counts.reshape(len(logits), places)
-        numbers = (counts.flatten().cumsum(0) - 1).view_as(counts) + sum(map(len, self._logits))
-        K = torch.zeros(len(logits), places, logits.shape[-1], logits.shape[-1], dtype=torch.float64)
-        for t in counts.any(0).nonzero().flatten().tolist():
-            K[:, t] = self._grams_at(logits, t, counts[:, t].nonzero().flatten(), numbers[:, t], budget)
-        return K[counts]
-
-    def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None) -> Tensor:
-        """Return K at one position of every sample, [n, C, C]."""
-        gradients, backward, places = self._class_gradients(logits), self._method.captured, logits.shape[1:-1].numel()
-        assert backward is not None
-
-        def cotangent(c: int) -> Tensor:
-            one = torch.zeros(len(logits), places, logits.shape[-1], dtype=logits.dtype, device=logits.device)
-            one[:, t, c] = 1
-            return one.view(logits.shape)
-
-        scale = min(self._method.scale_of(logits, cotangent(c), backward) for c in range(logits.shape[-1]))
-        K = torch.zeros(len(logits), logits.shape[-1], logits.shape[-1], dtype=torch.float64)
-        chunk = Chunk(numbers[index], {}, scale)
-        for i, stack in gradients.stacks(logits, cotangent, scale, budget):
-            K += stack.inner().cpu()
-            self.kept.add(i, stack, index, chunk)
-        for n in index.tolist() if backward.uses.remaining else ():
-            for i, flat in gradients.remaining_stacks(logits, cotangent, n, backward.uses.remaining, scale).items():
-                K[n] += flat.inner()[0].cpu()
-                self.kept.add(i, flat, torch.tensor([0]), chunk)
-        self.kept.end_chunk(chunk, logits.shape[-1])
-        self._passes += gradients.passes
-        return K / scale**2
 
     def diagonals(self, made_by: dict[Exact, Provenance]) -> Diagonals:
         """Return the three diagonals: that of F^LR, and each further one by adding squares to the one before."""

@@ -46,7 +46,7 @@ CV_BOUND: Final = math.sqrt(2)
 """The coefficient of variation Std/F of a Hutchinson estimate is at most √2, whatever network, data and entry.
 
 It follows from Theorem 11 for the full core, and from the propositions of the last appendix for both envelopes.  It
-holds for Rademacher and Gaussian noise, batch-wise and sample-wise.  A Monte Carlo estimate has no such bound.
+holds for Rademacher and Gaussian noise, per batch and per sample.  A Monte Carlo estimate has no such bound.
 """
 
 
@@ -104,7 +104,7 @@ def lower_variance(
 ) -> Tensor:
     """The proposition on the low-rank core: 2(F^LR)² - 2 Σ_x Σ_i λ_i² (v_iᵀ ∂z/∂θ)⁴, around F^LR(k) and not F, [P].
 
-    The paper states it for rank 1; its proof holds for every rank.  At rank 1 a sample-wise estimate has no variance.
+    The paper states it for rank 1; its proof holds for every rank.  At rank 1 a per-sample estimate has no variance.
     """
     J = _checked(core, jacobian)
     integer_in_range(rank, "rank", 1, core.dim, f"the dimension is {core.dim}")
@@ -121,7 +121,7 @@ def deflated_variance(
 ) -> Tensor:
     """The deflated probe V√Λ ξ₁ + (I - VVᵀ) S ξ₂, which is unbiased for F: the same formula for its k + C columns, [P].
 
-    Not in the paper.  With two classes and k = 1 a single column is left, so that a sample-wise estimate is exact.
+    Not in the paper.  With two classes and k = 1 a single column is left, so that a per-sample estimate is exact.
     `deflate=0` is Theorem 11; from C - 1 on nothing is left to deflate.
     """
     J = _checked(core, jacobian)
@@ -142,11 +142,11 @@ def orthogonal_variance(
 ) -> Tensor:
     """`Hutchinson(probes, deflate=k, noise=noise)` with orthogonal probes, unbiased for F, [P].  Not in the paper.
 
-    Leading eigenvectors in passes of their own have no variance sample-wise; the other m passes have that of
+    Leading eigenvectors in passes of their own have no variance per-sample; the other m passes have that of
     `orthogonal_probe_variance` in the d dimensions that are left, and a single one that of `probe_variance` for
     further eigenvectors and axes of what is left.  How many of the k eigenvectors have their own is
     decided as in `Hutchinson`, for all N distributions together: they are one batch.  From the rank on every column has
-    its pass: sample-wise nothing is left.  A single probe is the one of `deflated_variance`.
+    its pass: per-sample nothing is left.  A single probe is the one of `deflated_variance`.
     """
     J = _checked(core, jacobian)
     number_of_passes(probes, "probes")
@@ -175,7 +175,7 @@ def orthogonal_variance(
 def adaptive_variance(core: Core, jacobian: Tensor, keep: Tensor, passes: Tensor, deflate: int = 8) -> Tensor:
     """Samples that are kept with probabilities π [N], with m [N] passes and the weight 1/π, [P].  Not in the paper.
 
-    With Var_m(x) that of `orthogonal_variance` for a sample alone (m = 1: one deflated eigenpair), it is sample-wise
+    With Var_m(x) that of `orthogonal_variance` for a sample alone (m = 1: one deflated eigenpair), it is per-sample
 
         Σ_x [Var_m(x)/π + (1/π - 1) F_x²],
 
@@ -205,7 +205,7 @@ def orthogonal_probe_variance(
 ) -> Tensor:
     """The variance [P] of m orthogonal probes √(d/m) A h_j, given the derivatives a [N, d, P] along the columns of A.
 
-    Sample-wise it is the sum over x of the following, with q = a², F = Σ q, κ = Σ q², f = F² - κ:
+    Per sample it is the sum over x of the following, with q = a², F = Σ q, κ = Σ q², f = F² - κ:
 
         Gaussian     (2F²/m) (d-m)/(d+2)                                 the h_j a uniformly random frame
         Rademacher   (2f/m) (d-m)/(d-1) + (η/2m²)(κ - 3f/(d-1))          h_j(i) = ±cas(2πσ(i)j/d)/√d, columns in pairs
@@ -220,7 +220,7 @@ def orthogonal_probe_variance(
     (d b_0 - F)/(d-1) times whether column 0 is in.  The sums over pairs are trigonometric, and on average over the
     orders σ of the axes they depend on f and κ alone.  O(NdP).
 
-    Batch-wise the cross terms 2 Σ_{x≠y} E[g_x²] E[g_y²] of each pass are added, with E[g_x²] = F_x/m.  From m = d on, a
+    Per batch the cross terms 2 Σ_{x≠y} E[g_x²] E[g_y²] of each pass are added, with E[g_x²] = F_x/m.  From m = d on, a
     pass is a column: then E[g_x²] = a².
     """
     a = checked_columns(columns, noise, granularity)

@@ -15,7 +15,7 @@ from neuromanifold.diagnostics.forecast import number_of_batches
 from neuromanifold.problem.progress import Observer, RunProgress
 from neuromanifold.report.tables import provenance_facts
 from neuromanifold.results import DiagonalFisher
-from neuromanifold.results.summary import HEADER, NOTE, summarize
+from neuromanifold.results.summary import HEADER, NOTES, summarize
 from neuromanifold.results.table import aligned, text_table
 
 _WIDE = 120  # columns of output that goes into a file
@@ -51,10 +51,13 @@ def print_result(
     """Print a table with a row for each component (or parameter), then where the result comes from (or `only` that)."""
     summary = summarize(result)
     header = ("parameter" if each else HEADER[0], *HEADER[1:])
-    print_table(f"Diagonal of the Fisher information, {result.unit}", header, summary.rows(each), NOTE)
+    print_table(
+        f"Diagonal of the Fisher information, {result.unit}", header, summary.rows(each), NOTES[result.error_bars]
+    )
     everything, target = summary.everything, result.provenance.target.partition(" (")[0]
     total, noise = everything.total, everything.noise
     error = "not random" if target in ("exact", "unbiased") else f"not random, but {target}"
+    error = error if result.error_bars else "no error bars"
     found = {"trace": f"{total:.6g}" + (f" ± {noise:.2g} (standard error, at most)" if noise else f" ({error})")}
     found |= provenance_facts(summary)
     print_facts({name: value for name, value in found.items() if not only or name in only} | dict(also or {}))

@@ -16,6 +16,8 @@ from neuromanifold.core.envelopes import EnvelopeErrors
 from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.core.sums import is_differentiated, square_root, sum_of_others
 
+_LARGE, _PART = 2**27, 2**24  # numbers of which no copies are made; and that are worked on at a time
+
 
 class Categorical(Core):
     """Categorical distributions at logits [..., C], with metric F = diag(p) - p pᵀ (Eq. 3 of the paper).
@@ -140,10 +142,14 @@ class Categorical(Core):
 
     def trace(self) -> Tensor:
         """tr F = 1 - ‖p‖² (Theorem 1), [...].  O(C)."""
+        if (parts := self._parts()) is not None:
+            return torch.cat([part.trace() for part in parts]).view(self.batch_shape)
         return (self.probs * self.complement).sum(-1)
 
     def squared_norm(self) -> Tensor:
         """‖F‖² = Σ p_i²(1 - 2p_i) + ‖p‖⁴, [...]: by p_i² (1 - p_i)² on the diagonal and p_i² p_j² elsewhere.  O(C)."""
+        if (parts := self._parts()) is not None:
+            return torch.cat([part.squared_norm() for part in parts]).view(self.batch_shape)
         squares = self.probs.square()
         return (squares * (self.complement.square() + sum_of_others(squares))).sum(-1)
 
@@ -205,6 +211,13 @@ class Categorical(Core):
     def score_variance(self) -> ScoreVariance:
         """The lemma of appendix A: Var(R_ij), its coefficient of variation, and Var(R'_ii).  O(C²)."""
         return empirical.categorical_score_variance(self.probs)
+
+    def _parts(self) -> list[Categorical] | None:
+        """Some rows at a time, if p is not there yet and so large that it should not be; None otherwise."""
+        if self.given.numel() <= _LARGE or "probs" in self.__dict__:
+            return None
+        rows = self.given.reshape(-1, self.dim)
+        return [Categorical(part, validate=False) for part in torch.split(rows, max(1, _PART // self.dim))]
 
     def _centred(self, v: Tensor) -> Tensor:
         """v - pᵀv, with v first shifted to 0 at the most likely class: F e = 0 allows it, and nothing cancels."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median, median_low
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from neuromanifold.problem.model import Selection
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.error_bars import ErrorBars
 from neuromanifold.results.files import byte_size
 from neuromanifold.results.table import aligned
 from neuromanifold.run.fisher import diagonal_of
@@ -109,6 +110,7 @@ def forecast(
     shift_labels: ShiftLabels = "auto",
     cuda_graphs: CudaGraphs = "auto",
     processes: int = 1,
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> Forecast:
     """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
 
@@ -127,7 +129,8 @@ def forecast(
 
     def run(items: Iterable[object]) -> DiagonalFisher:
         with expected_warnings_ignored():
-            return diagonal_of(replace(problem, data=items), settings, LoopOptions(cuda_graphs=cuda_graphs))
+            options = LoopOptions(cuda_graphs=cuda_graphs)
+            return diagonal_of(replace(problem, data=items), settings, options, error_bars=error_bars)
 
     result = run(timer.timed(islice(data, batches)))
     p = result.provenance
@@ -142,7 +145,7 @@ def forecast(
         seconds_waiting=median(timer.waiting[1:] or timer.waiting),
         seconds_working=median_low(timer.working[1:] or timer.working),  # of two, the one that is not verified
         memory=timer.peak(run),
-        file=2 * sum(t.numel() * t.element_size() for t in result.sums.values()) + _HEADER,
+        file=sum(t.numel() * t.element_size() for t in (*result.sums.values(), *result.noise.values())) + _HEADER,
         measured=p.batches,
         processes=processes,
     )

@@ -71,8 +71,9 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     backend = _backend("add_squares_of_products", left, right)
     if backend == "c":
         left, right = left.to(to.squares.dtype), right.to(to.squares.dtype)
-        return skip is None and square.call_product_squares(left, right, to)
-    if backend is None or left.ndim != 3:
+        return skip is None and to.rows is None and square.call_product_squares(left, right, to)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if backend is None or left.ndim != 3 or (deterministic and to.rows is not None):
         return False
     from neuromanifold.kernels.triton import product  # needs Triton
     from neuromanifold.kernels.triton.pack import pack
@@ -83,6 +84,7 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     left, right = (_last_contiguous(side.to(dtype)) for side in (left, right))
     packs = dtype == torch.float32 and tf32_products()
+    norms = None if to.rows is None else torch.zeros(left.shape[::2], dtype=to.squares.dtype, device=left.device)
     product.launch_product_squares(
         pack(left) if packs else left,
         pack(right) if packs else right,
@@ -90,8 +92,11 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
         to.fourths,
         factors=to.kernel_factors,
         skip=skip,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        norms=norms,
+        deterministic=deterministic,
     )
+    if norms is not None:
+        to.add_row_norms(norms)
     return True
 
 
@@ -101,7 +106,7 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, wi
     slid [n, m, g·c, *space] is what windows are taken of, fixed [n, m, o, *positions] what they are multiplied by.
     Returns whether it was done.
     """
-    backend = _backend("add_squares_of_convolution", slid, fixed)
+    backend = None if to.rows is not None else _backend("add_squares_of_convolution", slid, fixed)
     if backend == "c":  # windows are read off the image, of whose dimensions m is one more
         dtype = to.squares.dtype
         slid, fixed = slid.transpose(1, 2).to(dtype), fixed.transpose(1, 2).to(dtype)

@@ -13,13 +13,17 @@ BOUND = 2.0**60
 
 
 class Accumulators(NamedTuple):
-    """The sums of one parameter: Σ g², and for the error bars weighted Σ g⁴ in units of `unit`."""
+    """The sums of one parameter: Σ g², and for the error bars weighted Σ g⁴ in units of `unit`.
+
+    Or, for error bars of rows, weighted Σ ‖g_r‖⁴, with g_r the gradient's row r along the first dimension.
+    """
 
     squares: Tensor
     fourths: Tensor | None = None
     unit: float = 1.0
     weight: float = 1.0  # of these fourth powers
     scale: float = 1.0  # the gradients are so many times too large
+    rows: Tensor | None = None  # [rows] in place of fourths
 
     @property
     def factor(self) -> float:
@@ -33,7 +37,8 @@ class Accumulators(NamedTuple):
 
     def narrow(self, start: int, stop: int) -> Accumulators:
         """Return views of the rows `start` to `stop - 1` of the parameter."""
-        return self._with(lambda tensor: tensor[start:stop])
+        narrowed = self._with(lambda tensor: tensor[start:stop])
+        return narrowed if self.rows is None else narrowed._replace(rows=self.rows[start:stop])
 
     def view(self, *shape: int) -> Accumulators:
         """Return the same memory in another shape."""
@@ -48,14 +53,29 @@ class Accumulators(NamedTuple):
         if len(gradients) == 1:
             one = gradients[0]
             self.squares.addcmul_(one, one, value=self.unit**2)
+            if self.rows is not None:
+                self.add_row_norms(one.mul_(one).flatten(1).sum(1)[None])
             if self.fourths is not None:
                 one.mul_(one).clamp_(max=BOUND)
                 self.fourths.addcmul_(one, one, value=self.weight)
             return
         squares = gradients.mul_(gradients)
         self.squares.add_(squares.sum(0), alpha=self.unit**2)
+        if self.rows is not None:
+            self.add_row_norms(squares.flatten(2).sum(2))
         if self.fourths is not None:
             self.fourths.add_(squares.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
+
+    def add_row_norms(self, norms: Tensor) -> None:
+        """Add squared norms [n, m] of the gradients' rows, or of equal parts of rows; they are overwritten."""
+        assert self.rows is not None
+        if norms.shape[1] != len(self.rows):
+            norms = norms.view(len(norms), len(self.rows), -1).sum(2)
+        self.rows.add_(norms.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
+
+    def takes_rows(self, count: int) -> bool:
+        """Whether `count` rows of the parameter, seen as a matrix, are its rows or equal parts of them."""
+        return self.rows is None or (len(self.rows) > 0 and count % len(self.rows) == 0)
 
 
 class Probe(NamedTuple):

@@ -54,8 +54,9 @@ def _wrong(backward: PerSampleBackward, logits: Tensor, keys: frozenset[Key], nu
     """Return the parameters whose gradients of tokens are not zero where the cotangent is, or do not add up."""
     generator = torch.Generator().manual_seed(len(logits))
     shown = torch.rand(logits.shape[:2], generator=generator).to(logits.device) < 0.5
-    noise = torch.randn(logits.shape, generator=torch.Generator(logits.device).manual_seed(1), device=logits.device)
-    cotangent = torch.where(shown[..., None], noise, 0.0).to(logits.dtype)
+    noise = torch.Generator(logits.device).manual_seed(1)
+    cotangent = torch.randn(logits.shape, generator=noise, device=logits.device, dtype=logits.dtype)
+    cotangent.mul_(shown[..., None])
     whole, tokens = _Sums(), _Sums(hidden=~shown.flatten())
     backward.to_uses(logits, [cotangent], [whole], [Pass()], numbers)
     backward.with_tokens(keys).to_uses(logits, [cotangent], [tokens], [Pass()], numbers)

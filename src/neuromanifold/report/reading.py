@@ -30,7 +30,8 @@ def reading(summary: Summary, beside: bool = False) -> list[str]:
 
 def nature(summary: Summary) -> str:
     """What the numbers are: exact, unbiased, a bound, biased, or not a Fisher estimate at all."""
-    p, noisy = summary.result.provenance, summary.everything.noise > 0
+    p = summary.result.provenance
+    noisy = summary.everything.noise > 0 or not p.error_bars
     made = f"`{brief(p.estimator)}`, {counted(p.passes, 'backward pass')} over {counted(summary.result.count, p.unit)}"
     if p.target.startswith("not a Fisher"):
         return f"Not a Fisher estimate: the squared gradients of whole batches ({made})."
@@ -110,10 +111,13 @@ def _zero_entries(summary: Summary) -> list[str]:
 def _error(summary: Summary) -> list[str]:
     everything, p = summary.everything, summary.result.provenance
     biased = p.target.startswith(("biased", "not")) or "Upper(" in p.estimator or "Lower(" in p.estimator
+    if not p.error_bars:
+        return ["The run kept no error bars (error_bars=False), so how exact these numbers are is not known."]
     if not everything.noise:
         beware = "that says nothing about the bias" if biased else "with other data they would differ"
         return [f"Nothing in these numbers is random, so there are no error bars; {beware}."]
-    text = f"An entry is typically known to ±{NO_BREAK}{percent(everything.relative_error)} (one standard error)"
+    what = "The sum of a row" if p.error_bars == "rows" else "An entry"
+    text = f"{what} is typically known to ±{NO_BREAK}{percent(everything.relative_error)} (one standard error)"
     known = [one for one in summary.components if one.total and one.share >= 0.001]
     if len(known) > 1:
         best, worst = (pick(known, key=lambda one: one.relative_error) for pick in (min, max))

@@ -16,11 +16,12 @@ from torch import Tensor
 from neuromanifold.core.checks import Reduction, check_reduction, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
+from neuromanifold.results.error_bars import ErrorBars, coarser, converted, entry_noise, row_sums
 from neuromanifold.results.files import load, reads, save_tensors
 from neuromanifold.results.intervals import check_level, interval
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
-from neuromanifold.results.summary import HEADER, NOTE, summarize
+from neuromanifold.results.summary import HEADER, NOTES, summarize
 from neuromanifold.results.table import WIDTH, text_table
 from neuromanifold.results.trace import TraceEstimate, Viewed
 
@@ -42,7 +43,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     """
 
     sums: dict[str, Tensor]
-    noise: dict[str, Tensor]  # standard errors of the sums
+    noise: dict[str, Tensor]  # standard errors of the sums, of rows, or none: see `error_bars`
     count: int  # samples
     positions: int  # output distributions: as many as samples, or tokens, or pixels
     provenance: Provenance
@@ -58,9 +59,29 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         return len(self.sums)
 
     @property
+    def error_bars(self) -> ErrorBars:
+        """What has standard errors: True, each entry; "rows", each row of a weight (`rows`); False, nothing."""
+        return self.provenance.error_bars
+
+    @property
     def stderr(self) -> Mapping[str, Tensor]:
-        """The standard error of each entry, in the same view: a mapping that computes one tensor at a time."""
+        """The standard error of each entry, in the same view: a mapping that computes one tensor at a time.
+
+        An error for a weight whose entries have none (`error_bars`).
+        """
         return _StandardErrors(self)
+
+    @property
+    def rows(self) -> DiagonalFisher:
+        """The sums of the rows of each weight, along its first dimension, with standard errors and intervals.
+
+        A linear layer has a row for each output, an embedding one for each token; vectors stay as they are.  With
+        `error_bars="rows"` the standard errors are those of the rows; else the sums of their entries', a wide bound.
+        """
+        kind = coarser(self.error_bars, "rows")
+        sums = {name: row_sums(value) for name, value in self.sums.items()}
+        provenance = replace(self.provenance, error_bars=bool(kind))  # each value has its own
+        return replace(self, sums=sums, noise=converted(self.noise, self.error_bars, kind), provenance=provenance)
 
     def interval(self, level: float = 0.95) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
@@ -89,8 +110,12 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 
     @property
     def trace(self) -> TraceEstimate:
-        """Σ_i F_ii.  Its standard error is an upper bound, the sum of the entries'; `nm.fisher_trace` is sharper."""
+        """Σ_i F_ii.  Its standard error is an upper bound, the sum of the entries'; `nm.fisher_trace` is sharper.
+
+        It is nan if the result has no error bars.
+        """
         total, noise = (sum(float(t.double().sum()) for t in d.values()) for d in (self.sums, self.noise))
+        noise = noise if self.error_bars else math.nan
         return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
 
     @property
@@ -99,6 +124,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 
         The standard error of an entry is a bound, and for deflated probes a wide one.  On average over entries it is
         known from the outputs how much of it is noise (`provenance.noise_ratio`), which is taken into account here.
+        With error bars of rows it is about the sums of rows, which are known better; nan without error bars.
         """
         trace = self.trace
         return self.provenance.noise_ratio * trace.noise / trace.sum if trace.sum else 0.0
@@ -112,12 +138,13 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
             different = sorted(set(shapes.items()) ^ set(theirs.items()))[0][0]
             raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
         provenance = self.provenance.plus(other.provenance)
-        random = all(any(bool((value > 0).any()) for value in d.noise.values()) for d in (self, other))
+        mine, others = (converted(d.noise, d.error_bars, provenance.error_bars) for d in (self, other))
+        random = all(any(bool((value > 0).any()) for value in noise.values()) for noise in (mine, others))
         combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
         return replace(
             self,
             sums={name: value + other.sums[name].to(value) for name, value in self.sums.items()},
-            noise={name: combine(value, other.noise[name].to(value)) for name, value in self.noise.items()},
+            noise={name: combine(value, others[name].to(value)) for name, value in mine.items()},
             count=self.count + other.count,
             positions=self.positions + other.positions,
             provenance=provenance,
@@ -143,7 +170,8 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
             raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
-        return replace(self, sums={n: self.sums[n] for n in names}, noise={n: self.noise[n] for n in names})
+        noise = {name: self.noise[name] for name in names if name in self.noise}
+        return replace(self, sums={name: self.sums[name] for name in names}, noise=noise)
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
         """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
@@ -154,7 +182,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 
     def __str__(self) -> str:
         table = text_table(HEADER, summarize(self).rows(), width=WIDTH)
-        return "\n".join([f"{type(self).__name__} ({self.unit})", table, NOTE, self._footer()])
+        return "\n".join([f"{type(self).__name__} ({self.unit})", table, NOTES[self.error_bars], self._footer()])
 
     __repr__ = __str__
 
@@ -231,7 +259,7 @@ class _PerParameter(Mapping[str, Tensor]):
 class _StandardErrors(_PerParameter):
     def __getitem__(self, name: str) -> Tensor:
         result = self._result
-        return result.noise[result.provenance.find(name, result.noise)] / result.divisor
+        return entry_noise(result.noise, result.sums, result.provenance.find(name, result.sums)) / result.divisor
 
 
 class _Intervals(_PerParameter):
@@ -244,7 +272,7 @@ class _Intervals(_PerParameter):
     def __getitem__(self, name: str) -> Tensor:
         result = self._result
         name = result.provenance.find(name, result.sums)
-        sums, noise = result.sums[name], result.noise[name]
+        sums, noise = result.sums[name], entry_noise(result.noise, result.sums, name)
         found = interval(sums, noise, self._level)[self._end]
         if self._end and result.provenance.left_out:
             of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
@@ -260,8 +288,9 @@ class _Intervals(_PerParameter):
 def diagonal_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> DiagonalFisher:
     """The diagonal that `DiagonalFisher.save` wrote."""
     names = json.loads(head["names"])  # the file has an order of its own
-    sums, noise = ({name: tensors[f"{kind}/{name}"] for name in names} for kind in ("sum", "noise"))
     provenance = Provenance.from_json(head["provenance"])
+    sums = {name: tensors[f"sum/{name}"] for name in names}
+    noise = {name: tensors[f"noise/{name}"] for name in names if provenance.error_bars}
     count, positions, reduction = (
         int(head["count"]),
         int(head["positions"]),

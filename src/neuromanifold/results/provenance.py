@@ -13,6 +13,7 @@ import torch
 
 from neuromanifold.core.checks import message, warn
 from neuromanifold.problem.model import plain_name
+from neuromanifold.results.error_bars import ErrorBars, coarser
 
 
 class UnknownParameterError(KeyError):
@@ -52,6 +53,7 @@ class Provenance:
     data_fingerprints: list[str] = field(default_factory=list)  # of each run: that of batch 0 of all its data
     weights: str = ""  # a fingerprint of the parameters
     scale: float = 1.0  # what the result was multiplied by
+    error_bars: ErrorBars = True  # what has standard errors: each entry, each row of a weight ("rows"), or nothing
     frozen: list[str] = field(default_factory=list)  # parameters that were left out because they are not trainable
     tied: dict[str, str] = field(default_factory=dict)  # other names of shared parameters: the name in the result
 
@@ -85,6 +87,7 @@ class Provenance:
             data=self.data if self.data == other.data else f"{self.data} + {other.data}",
             stopped=self.stopped or other.stopped,
             parts=self.parts + other.parts,
+            error_bars=coarser(self.error_bars, other.error_bars),
             draws=[*self.draws, *other.draws] if known else [],
             data_fingerprints=[*self.data_fingerprints, *other.data_fingerprints] if seen else [],
         )

@@ -33,7 +33,11 @@ Array = NDArray[Any]  # entries, float32 or float64
 Bins = NDArray[np.int64]
 
 HEADER = ("component", "parameters", "zero", "mean", "median > 0", "p95 > 0", "rel. s.e.")
-NOTE = "rel. s.e.: Σ standard errors / Σ entries, of the probes' noise; –: not random"
+NOTES: dict[bool | str, str] = {  # by what has error bars
+    True: "rel. s.e.: Σ standard errors / Σ entries, of the probes' noise; –: not random",
+    "rows": "rel. s.e.: Σ standard errors of rows / Σ rows, of the probes' noise; –: not random",
+    False: "rel. s.e.: not known, since the run kept no error bars",
+}
 _QUANTILES = (0.5, 0.95)
 _CHUNK = 1 << 17  # entries that are read at a time: they stay in the processor's cache
 _OCTAVE = (

@@ -75,6 +75,7 @@ class TraceEstimate(Scalable, Viewed):
 
     def __str__(self) -> str:
         error = f" ± {self.stderr:.2g} (standard error)" if self.noise else " (not random)"
+        error = " (no error bars)" if math.isnan(self.noise) else error
         return f"tr F = {self.value:.6g}{error} {self.unit}; {self.seen}, {self.provenance.estimator}"
 
     def __add__(self, other: TraceEstimate) -> TraceEstimate:

@@ -205,6 +205,7 @@ def identity_of(method: Method, sums: GradientSums, shard: tuple[int, int], most
     return {
         "format of the file": _FORMAT,
         "result": type(sums).__name__,
+        "error_bars": getattr(sums, "kept", None),
         "neuromanifold": __version__,
         "torch": str(torch.__version__),
         "device": device,

@@ -209,7 +209,8 @@ def sampler_replicas(data: object) -> int:
 def refuse_a_part(data: object, what: str) -> None:
     """Refuse data that a sampler divides among processes where each process would go on with its part alone."""
     if sampler_replicas(data) > 1:
-        advice = "Leave out the DistributedSampler; fisher_diagonal and fisher_trace share the data among processes."
+        sharing = "fisher_diagonal, fisher_trace and fisher_kronecker"
+        advice = f"Leave out the DistributedSampler; {sharing} share the data among processes."
         got = f"a part of them, by a DistributedSampler for {sampler_replicas(data)} processes"
         raise ValueError(message("data", f"whole for {what}, which runs on a single process", got, advice))
 

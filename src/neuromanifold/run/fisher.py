@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.loop import run
 from neuromanifold.run.settings import (
@@ -64,6 +66,7 @@ def fisher_diagonal(
     shard: tuple[int, int] | None = None,
     on_interrupt: OnInterrupt = "raise",
     distributed: Distributed = "auto",
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
 
@@ -105,6 +108,9 @@ def fisher_diagonal(
             same call, share the batches of the same data, and each of them returns the whole result; or each has data
             of its own, if a DistributedSampler divides them.  "own data": each has data that no other has, however
             they were divided.  False: this process runs alone.
+        error_bars: what gets standard errors.  True: each entry, which takes as much memory as the values.  "rows": the
+            sum of each row of a weight (`fim.rows`), which takes a fraction of a percent.  False: nothing.  "auto":
+            rows for more than 2**28 entries, which `fim.error_bars` says, else each entry.
 
     """
     estimator = _estimator(estimator, passes)
@@ -113,22 +119,35 @@ def fisher_diagonal(
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
-    return diagonal_of(problem, settings, options, view, rtol)
+    return diagonal_of(problem, settings, options, view, rtol, error_bars)
 
 
 def diagonal_of(
-    problem: Problem, settings: Settings, options: LoopOptions, view: Reduction = "mean", rtol: float | None = None
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction = "mean",
+    rtol: float | None = None,
+    error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = DiagonalSums(list(problem.parameters.values()), fourth_powers=random, alike=alike)
+    parameters = list(problem.parameters.values())
+    kind = choose_error_bars(check_error_bars(error_bars), sum(parameter.numel() for parameter in parameters))
+    if rtol is not None and not kind:
+        raise ValueError(
+            message("error_bars", "True or 'rows' with rtol", "False", "rtol is a relative standard error.")
+        )
+    sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
+    noise = sums.noise(last=True) if kind or not random else []
+    provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
-        dict(zip(problem.parameters, sums.noise(last=True), strict=True)),
+        dict(zip(problem.parameters, noise, strict=bool(noise))),
         counts.samples,
         counts.positions,
-        make_provenance(problem, settings, counts, options.shard),
+        replace(provenance, error_bars=kind if random else True),
         view,
     )
 
@@ -190,7 +209,8 @@ def _run(
         _check_rtol(rtol, settings.estimator)
 
     def relative_error(counts: Counts, sums: Any) -> float | None:
-        error = sums.relative_error() if random else None
+        kept = not isinstance(sums, DiagonalSums) or sums.kept
+        error = sums.relative_error() if random and kept else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     counts = run(problem, settings, sums, options, accuracy=Accuracy(rtol, relative_error))

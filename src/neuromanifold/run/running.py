@@ -92,7 +92,7 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> None:
 
 
 class RunningFisher:
-    """An exponential moving average of batch-wise estimates, F̄ <- decay·F̄ + (1 - decay)·(Σ_passes g²)/B.
+    """An exponential moving average of per-batch estimates, F̄ <- decay·F̄ + (1 - decay)·(Σ_passes g²)/B.
 
     Call `step(logits)` inside the training loop, after the forward pass and before the loss's backward: it sends one
     cotangent through the graph that is there anyway and leaves .grad and the graph alone::

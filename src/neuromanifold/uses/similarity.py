@@ -27,6 +27,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message, one_of
 from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.error_bars import entry_noise
 from neuromanifold.uses.matching import check_diagonal, finite_mean, matched_shapes
 
 
@@ -167,6 +168,8 @@ def _errors(
 def _entries(a: DiagonalFisher, b: DiagonalFisher, name: str, other: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Entries per sample in float64 and their variances, as large as these are on average."""
     x, y = finite_mean(a, name).double(), finite_mean(b, other).double()
-    noise = a.noise[name] / a.count * a.provenance.noise_ratio, b.noise[other] / b.count * b.provenance.noise_ratio
-    vx, vy = (one.double().to(x.device).square() for one in noise)
+    vx, vy = (
+        (entry_noise(fim.noise, fim.sums, own) / fim.count * fim.provenance.noise_ratio).double().to(x.device).square()
+        for fim, own in ((a, name), (b, other))
+    )
     return x, y.to(x.device), vx, vy

@@ -59,7 +59,8 @@ def compare_command(
 def _comparison_cells(a: DiagonalFisher, b: DiagonalFisher, names: Sequence[str]) -> tuple[str, ...]:
     a, b = (_means(one, names) for one in (a, b))
     found = a.compare(b)
-    random = any(bool(noise.any()) for one in (a, b) for noise in one.noise.values())
+    both = a.error_bars is True and b.error_bars is True  # of single entries
+    random = both and any(bool(noise.any()) for one in (a, b) for noise in one.noise.values())
     return (
         f"{found.entries:,}",
         f"{found.relmae_positive:.3g}",
@@ -80,5 +81,7 @@ def _distance(a: DiagonalFisher, b: DiagonalFisher, metric: str) -> str:
 
 def _means(result: DiagonalFisher, names: Sequence[str]) -> DiagonalFisher:
     """Return some parameters of a result, with means over the samples in place of sums."""
-    sums, noise = ({name: part[name] / result.count for name in names} for part in (result.sums, result.noise))
+    sums, noise = (
+        {name: part[name] / result.count for name in names if name in part} for part in (result.sums, result.noise)
+    )
     return replace(result, sums=sums, noise=noise, reduction="sum")

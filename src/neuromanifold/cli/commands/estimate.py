@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from neuromanifold.cli.console import print_result, progress_bar
 from neuromanifold.cli.launched import Launched, process_group
 from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress, Setup, option, run_option, with_setup
 from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granularity, parse_shard
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import message, one_of
 from neuromanifold.estimators import Adaptive
 from neuromanifold.problem.model import select_parameters
 from neuromanifold.results.files import check_destination
@@ -21,6 +21,7 @@ from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.settings import Checkpoint
 
 DEFAULT = "Hutchinson()"
+ERROR_BARS: dict[str, Any] = {"auto": "auto", "entries": True, "rows": "rows", "none": False}
 _PRINTED = ("trace", "estimator", "right for F", "samples", "labels", "batches", "ended")
 _INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
 
@@ -47,6 +48,16 @@ def estimate_command(
     strict: Annotated[
         bool, option("Estimate", "Exit with code 3 if --rtol is not reached; the result is written.", "--strict")
     ] = False,
+    error_bars: Annotated[
+        str,
+        option(
+            "Estimate",
+            "What gets standard errors: each entry, which takes as much memory as the values, the sum of each row of a "
+            "weight, or nothing. auto: entries, but rows of large models.",
+            "--error-bars",
+            metavar="|".join(ERROR_BARS),
+        ),
+    ] = "auto",
     noise_seed: Annotated[
         int | None, run_option("Random seed of the probes alone. Default: --seed.", metavar="N", min=0)
     ] = None,
@@ -87,7 +98,7 @@ def estimate_command(
     """
     with process_group(setup.device) as own:
         stopped = _estimate(
-            replace(setup, device=own.device), own, output, estimator, granularity, passes, rtol, strict,
+            replace(setup, device=own.device), own, output, estimator, granularity, passes, rtol, strict, error_bars,
             noise_seed, None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every), shard, no_progress,
         )  # fmt: skip
     if stopped.startswith("interrupted"):
@@ -105,6 +116,7 @@ def _estimate(
     passes: float | None,
     rtol: float | None,
     strict: bool,
+    error_bars: str,
     noise_seed: int | None,
     checkpoint: Checkpoint | None,
     shard: str | None,
@@ -117,6 +129,7 @@ def _estimate(
             check_output(Path(checkpoint.path), setup.data)
     if strict and rtol is None:
         raise ValueError(message("strict", "given together with --rtol", "no --rtol"))
+    bars = ERROR_BARS[one_of(error_bars, "--error-bars", *ERROR_BARS)]
     if passes is not None and estimator != DEFAULT:
         raise ValueError(message("passes", "given without --estimator", f"--estimator {estimator!r} as well"))
     chosen = parse_estimator(estimator) if passes is None else Adaptive(passes)
@@ -139,6 +152,7 @@ def _estimate(
             checkpoint=checkpoint,
             shard=part,
             on_interrupt="return",
+            error_bars=bars,
             **run,
         )
     p, seconds = result.provenance, time.monotonic() - start

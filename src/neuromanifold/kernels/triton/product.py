@@ -92,13 +92,13 @@ def _tile(
 @triton.jit
 def _scaled(
     acc, n, o, left_scales, right_scales, skip, OUT, IN, row, column, factor,
-    GROUP: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr, FOURTHS: tl.constexpr,
+    GROUP: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Return the sample's gradient in the wanted units; zero in rows that `skip` names."""
     if SCALED:
         left_scale = tl.load(left_scales + n * tl.cdiv(OUT, GROUP) + row)
         acc = acc * (left_scale * tl.load(right_scales + n * tl.cdiv(IN, GROUP) + column))
-    if FOURTHS:
+    if UNITS:
         acc = acc * factor
     if SKIP:
         left_out = tl.load(skip + tl.cast(n, tl.int64) * OUT + o, mask=o < OUT, other=0)
@@ -108,11 +108,11 @@ def _scaled(
 
 @triton.jit
 def _square_products(
-    left, right, left_scales, right_scales, skip, squares, fourths,
+    left, right, left_scales, right_scales, skip, squares, fourths, norms,
     N, T, OUT, IN, l_n, l_t, r_n, r_t, each, square_factor, fourth_factor, factor,
     OUTS: tl.constexpr, INS: tl.constexpr, POSITIONS: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr, SCALED: tl.constexpr, SKIP: tl.constexpr,
-    FOURTHS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
+    FOURTHS: tl.constexpr, ROWS: tl.constexpr, ENDING: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Square one tile of the parameter for some of the samples.  STEPS: tiles of positions if they are few, else 0."""
     tiles_i = tl.cdiv(IN, INS)
@@ -133,10 +133,12 @@ def _square_products(
                 acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
             acc = _scaled(
                 acc, n, o, left_scales, right_scales, skip, OUT, IN, l_group, r_group, factor,
-                GROUP, SCALED, SKIP, FOURTHS,
+                GROUP, SCALED, SKIP, FOURTHS or ROWS,
             )  # fmt: skip
             acc = acc * acc
             sums2 += acc
+            if ROWS:
+                tl.atomic_add(norms + tl.cast(n, tl.int64) * OUT + o, tl.sum(acc, 1), mask=o < OUT, sem="relaxed")
             if FOURTHS:
                 acc = tl.minimum(acc, 2.0**60)
                 sums4 += acc * acc
@@ -152,10 +154,12 @@ def _square_products(
             if step == steps - 1:
                 c = _scaled(
                     acc, n, o, left_scales, right_scales, skip, OUT, IN, l_group, r_group, factor,
-                    GROUP, SCALED, SKIP, FOURTHS,
+                    GROUP, SCALED, SKIP, FOURTHS or ROWS,
                 )  # fmt: skip
                 c = c * c
                 sums2 += c
+                if ROWS:
+                    tl.atomic_add(norms + tl.cast(n, tl.int64) * OUT + o, tl.sum(c, 1), mask=o < OUT, sem="relaxed")
                 if FOURTHS:
                     c = tl.minimum(c, 2.0**60)
                     sums4 += c * c
@@ -186,6 +190,7 @@ def launch_product_squares(
     *,
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0),
     skip: Tensor | None = None,
+    norms: Tensor | None = None,
     config: ProductTiles | None = None,
     parts: int | None = None,
     deterministic: bool = False,
@@ -194,6 +199,7 @@ def launch_product_squares(
 
     `factors` are (a, b, f).  left [n, t, o] and right [n, t, i] have one dtype, float32, bfloat16 or float16, and any
     strides but the last, which is 1; or both are packed.  `skip` [n, o]: nonzero where a sample's row does not count.
+    `norms` [n, o]: to which the squared norms of the rows of f G_n are added.
     """
     scaled = isinstance(left, Packed)
     x, x_scales = left if isinstance(left, Packed) else (left, None)
@@ -207,9 +213,11 @@ def launch_product_squares(
     if options["ENDING"] == "apart":
         targets = [squares.new_empty((grid[1], o, i)), None if fourths is None else squares.new_empty((grid[1], o, i))]
     a, b, f = factors
+    units = fourths is not None or norms is not None
     _square_products[grid](
-        x, y, x_scales, y_scales, skip, *targets, n, t, o, i, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
-        each, a if fourths is not None else a * f * f, b, f, FAR=t * max(x.stride(1), y.stride(1)) >= 2**31, **options,
+        x, y, x_scales, y_scales, skip, *targets, norms, n, t, o, i, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
+        each, a if units else a * f * f, b, f, ROWS=norms is not None, FAR=t * max(x.stride(1), y.stride(1)) >= 2**31,
+        **options,
     )  # fmt: skip
     if options["ENDING"] == "apart":
         for total, apart in ((squares, targets[0]), (fourths, targets[1])):

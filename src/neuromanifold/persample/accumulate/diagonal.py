@@ -1,4 +1,12 @@
-"""Accumulator for the diagonal: Σ g² of every entry, and Σ g⁴ for its standard error."""
+"""Accumulator for the diagonal: Σ g² of every entry, and Σ g⁴ for its standard error.
+
+Or, for error bars of rows, one number for each row of a weight: Σ R², with R = Σ_k g_k² over a row's entries.  If the
+squares of single entries have Var(g²) <= c E[g⁴], whatever the entry, then (1 - c) E[g⁴] <= E[g²]², and
+
+    (1 - c) E[R²] = (1 - c) Σ_kl E[g_k² g_l²] <= (Σ_k √((1 - c) E[g_k⁴]))² <= (Σ_k E[g_k²])² = E[R]²
+
+by Cauchy's inequality.  So Var R <= c E[R²]: the row's sum has the standard error √(c Σ R²), with its entries' own c.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,8 @@ from torch import Tensor
 
 from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, Reducer, read_back, zero_sums
-from neuromanifold.persample.accumulate.small import LIMIT, SmallSums, add_at_once, add_in_chunks
+from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
+from neuromanifold.persample.accumulate.whole import add_whole, root_mean_squares
 from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, SquaredProduct
 
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
@@ -51,11 +60,15 @@ class DiagonalSums:
     each parameter's first gradient; `noise` takes the unit out again.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool, alike: bool = True) -> None:
-        """`alike`: batches have about the same noise, so that the fourth powers of some of them are enough."""
+    def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool | Literal["rows"], alike: bool = True) -> None:
+        """`fourth_powers`: of each entry, of the norms of a weight's rows, or none.
+
+        `alike`: batches have about the same noise, so that the fourth powers of some of them are enough.
+        """
         count = len(parameters)
         self._parameters = parameters
-        self._keeps, self._alike = fourth_powers, alike
+        self.kept, self._keeps, self._alike = fourth_powers, bool(fourth_powers), alike
+        self._by_row = [fourth_powers == "rows" and parameter.ndim > 1 for parameter in parameters]
         self._squares: list[Tensor | None] = [None] * count  # allocated when first needed, as .grad is
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
@@ -92,28 +105,25 @@ class DiagonalSums:
         used = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
         if not used:
             return
-        squares = [self._square(i) for i in used]
-        values = _as_precise([g for i in used if (g := gradients[i]) is not None], squares)
-        if made_by.scale != 1.0:
-            values = list(torch._foreach_mul(values, 1 / made_by.scale))
+        values = [g for i in used if (g := gradients[i]) is not None]
         if not self._keeps or not made_by.noise:
-            torch._foreach_addcmul_(squares, values, values)
+            add_whole(values, [Accumulators(self._square(i), scale=made_by.scale) for i in used])
             return
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
-            for i, size in zip(used, read_back(_root_mean_squares(values)), strict=True):
-                self._raise_unit(i, _power_of_two_near(size))
+            for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
+                self._raise_unit(i, _power_of_two_near(size / made_by.scale))
         elif look == "later":
-            self._sizes.update(zip(used, _root_mean_squares(values), strict=True))
-        factors = [(self._units[i] or 1.0) ** -2 for i in used]
-        add = add_in_chunks if values[0].device.type == "cpu" else add_at_once
-        add(values, squares, [self._fourth_powers(i) for i in used], factors, made_by.noise)
+            self._sizes.update(
+                (i, size / made_by.scale) for i, size in zip(used, root_mean_squares(values), strict=True)
+            )
+        add_whole(values, [self._accumulators(i, made_by.scale, made_by.noise) for i in used])
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms."""
         if not form.samples or not self._parameters[i].numel():
             return
-        if isinstance(form, Dense) and form.values.numel() <= LIMIT:
+        if isinstance(form, Dense) and form.values.numel() <= LIMIT and not self._by_row[i]:
             noise = made_by.sample_noise if self._keeps else 0.0
             self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
             return
@@ -141,8 +151,13 @@ class DiagonalSums:
             self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
-        unit, fourths = self._units[i] or 1.0, self._fourth_powers(i)
-        form.add_squares(Accumulators(squares, fourths, unit, made_by.sample_noise, made_by.scale))
+        form.add_squares(self._accumulators(i, made_by.scale, made_by.sample_noise))
+
+    def _accumulators(self, i: int, scale: float, weight: float) -> Accumulators:
+        """The sums of a parameter, with fourth powers."""
+        kept, by_row = self._fourth_powers(i), self._by_row[i]
+        fourths, rows = (None, kept) if by_row else (kept, None)
+        return Accumulators(self._square(i), fourths, self._units[i] or 1.0, weight, scale, rows)
 
     def _look(self, device: torch.device) -> Literal["now", "later", "never"]:
         """Whether to check if gradients have grown: in the first batches, then in number 16, 32, ...
@@ -186,7 +201,7 @@ class DiagonalSums:
         shares: list[Tensor | None] = [None] * len(self._sparse)
         for i, (square, fourth) in enumerate(zip(self._squares, self._fourths, strict=True)):
             if square is not None and fourth is not None and self._units[i]:
-                scaled = square / self._units[i] ** 2
+                scaled = self._of_rows(i, square) / self._units[i] ** 2
                 shares[i] = (samples * fourth > _UNLIKE * scaled.square()).sum() / (fourth > 0).sum().clamp(min=1)
         self._sparse = [share > _MANY for share in read_back(shares)]
         self._changes += any(self._sparse)  # a captured CUDA graph has left them out
@@ -231,7 +246,7 @@ class DiagonalSums:
 
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Add the sums that `state` returned for other batches."""
-        other = DiagonalSums(self._parameters, self._keeps, self._alike)
+        other = DiagonalSums(self._parameters, self.kept, self._alike)
         other.set_state(tensors, values)
         for i, unit in enumerate(other._units):
             largest = max(unit, self._units[i])
@@ -265,7 +280,7 @@ class DiagonalSums:
 
     def copy(self) -> DiagonalSums:
         """Return the same sums, which go on by themselves."""
-        copied = DiagonalSums(self._parameters, self._keeps, self._alike)
+        copied = DiagonalSums(self._parameters, self.kept, self._alike)
         copied.set_state(*self.state())
         return copied
 
@@ -299,8 +314,13 @@ class DiagonalSums:
     def _fourth_powers(self, i: int) -> Tensor:
         kept = self._fourths[i]
         if kept is None:
-            kept = self._fourths[i] = zero_sums(self._parameters[i])
+            parameter = self._parameters[i]
+            kept = self._fourths[i] = zero_sums(parameter.flatten(1)[:, 0] if self._by_row[i] else parameter)
         return kept
+
+    def _of_rows(self, i: int, square: Tensor) -> Tensor:
+        """The sums of a weight's rows where these have the error bars."""
+        return square.flatten(1).sum(1) if self._by_row[i] else square
 
     def _square(self, i: int) -> Tensor:
         kept = self._squares[i]
@@ -338,7 +358,7 @@ class DiagonalSums:
         return sum(float(value.double().sum()) for value in self.noise()) / total if total else None
 
     def noise(self, *, last: bool = False) -> list[Tensor]:
-        """Return √(Σ c g⁴), the standard error of each Σ g²; where nothing was random, a single zero, expanded.
+        """Return √(Σ c g⁴), the standard error of each Σ g² (or of each row's); a single zero, expanded, without noise.
 
         An entry may have no fourth power at all, because only batches contribute to it whose fourth powers were not
         taken.  Then it gets the standard error √(2/3) Σ g² that it would have if Σ g² were a single square.  So do all
@@ -349,7 +369,8 @@ class DiagonalSums:
         small, found = self._small.fourths(), []
         for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
             zeros = zero_sums(parameter.new_empty(()))
-            square = self._squares[i]
+            square, shape = self._squares[i], parameter.shape[:1] if self._by_row[i] else parameter.shape
+            square = None if square is None else self._of_rows(i, square)
             missed = None if fourth is not None or not self._seen[i] or square is None else square * math.sqrt(2 / 3)
             unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
             if i in small:
@@ -363,7 +384,7 @@ class DiagonalSums:
                     root.add_((root == 0) * square, alpha=math.sqrt(2 / 3))
                 found.append(root)
             else:
-                found.append(zeros.expand(parameter.shape) if missed is None else missed)
+                found.append(zeros.expand(shape) if missed is None else missed)
         return found
 
 
@@ -371,21 +392,6 @@ class DiagonalSums:
 def _chosen(group: int) -> int:
     """Return which batch of a group has its fourth powers taken."""
     return random.Random(group).randrange(_ONE_IN)
-
-
-def _root_mean_squares(values: list[Tensor]) -> list[Tensor]:
-    """Return the root mean square of each tensor."""
-    norms = torch._foreach_norm(values)
-    return [norm / math.sqrt(value.numel()) for norm, value in zip(norms, values, strict=True)]
-
-
-def _as_precise(gradients: list[Tensor], squares: list[Tensor]) -> list[Tensor]:
-    """Return gradients in the precision of the sums, converted by one kernel where they have another."""
-    if all(g.dtype == square.dtype for g, square in zip(gradients, squares, strict=True)):
-        return gradients
-    values = [torch.empty_like(square) for square in squares]
-    torch._foreach_copy_(values, gradients)
-    return values
 
 
 def _power_of_two_near(rms: float) -> float:

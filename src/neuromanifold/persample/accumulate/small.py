@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from neuromanifold.persample.accumulate.base import Reducer, zero_sums
-from neuromanifold.persample.gradients import BOUND
 
 # A parameter with more numbers for all samples together is not small; so many lines are kept before they are merged.
 LIMIT, _LINES = 2**20, 8
 _PART = 2**18  # numbers that are raised to the fourth power at a time
-_CHUNK = 2**18  # that a CPU squares, adds and raises to the fourth at a time: they stay in its cache
 
 
 class _Entry(NamedTuple):
@@ -187,27 +185,3 @@ def _by_parameter(lines: dict[Columns, Tensor]) -> dict[int, Tensor]:
         for (i, shape), part in zip(columns, torch.split(line, [shape.numel() for _, shape in columns]), strict=True):
             found[i] = found[i] + part.view(shape) if i in found else part.view(shape).clone()
     return found
-
-
-def add_at_once(
-    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
-) -> None:
-    """Add squares and fourth powers of all parameters by a few kernel launches."""
-    products = torch._foreach_mul(values, values)
-    torch._foreach_add_(squares, products)
-    torch._foreach_mul_(products, factors)
-    torch._foreach_clamp_max_(products, BOUND)
-    torch._foreach_addcmul_(fourths, products, products, value=noise)
-
-
-def add_in_chunks(
-    values: list[Tensor], squares: list[Tensor], fourths: list[Tensor], factors: list[float], noise: float
-) -> None:
-    """Add them by pieces that stay in a CPU's cache: each number is read from and written to memory once."""
-    for i, value in enumerate(values):
-        pieces = (value.reshape(-1), squares[i].view(-1), fourths[i].view(-1))
-        for g, square, fourth in zip(*(torch.split(piece, _CHUNK) for piece in pieces), strict=True):
-            product = g * g
-            square.add_(product)
-            product.mul_(factors[i]).clamp_(max=BOUND)
-            fourth.addcmul_(product, product, value=noise)

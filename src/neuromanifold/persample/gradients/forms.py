@@ -141,9 +141,15 @@ class Product(Form):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""
-        left = self.left.to(weights.dtype) * weights.view(-1, *[1] * (self.left.ndim - 1))
-        left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, self.right.to(weights.dtype)))  # [G, n·t, o]
-        return (left.mT @ right).view(self.shape)
+        total: Tensor | None = None
+        for start, stop in ranges(self.samples, tile_size(self.device) // max(1, self.left[:1].numel())):
+            left, right = self.left[start:stop].to(weights.dtype), self.right[start:stop].to(weights.dtype)
+            left = left * weights[start:stop].view(-1, *[1] * (left.ndim - 1))
+            left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, right))  # [G, n·t, o]
+            total = left.mT @ right if total is None else total.add_(left.mT @ right)
+        if total is None:
+            return torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        return total.view(self.shape)
 
     def magnitude(self) -> Tensor:
         """Return the root mean square that the gradients have if positions are uncorrelated."""
@@ -154,6 +160,9 @@ class Product(Form):
         """Add (left²)ᵀ(right²) if there is one position; else use a kernel, or write out and square tiles."""
         ins = self.right.shape[-1]
         outs = self.shape.numel() // ins if ins else 0  # of all groups
+        if not to.takes_rows(outs):
+            super().add_squares(to)
+            return
         dtype, flat = to.squares.dtype, to.view(outs, ins)
         if self.single:
             step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
@@ -167,7 +176,8 @@ class Product(Form):
     def _add_squares_by_tiles(self, to: Accumulators) -> None:
         """Write out a few samples at a time; for a large weight, a few rows of one sample."""
         (outs, ins), dtype = to.squares.shape, to.squares.dtype
-        if outs * ins > row_limit(self.device) and self.left.ndim == 3:
+        whole_rows = to.rows is None or len(to.rows) == outs
+        if outs * ins > row_limit(self.device) and self.left.ndim == 3 and whole_rows:
             self._add_squares_by_rows(to, max(1, row_limit(self.device) // ins))
             return
         for start, stop in self.pieces():
@@ -191,8 +201,9 @@ class Product(Form):
         """Return Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else use tiles."""
         positions, outs, ins = self.left.shape[-2], self.left.shape[-1], self.right.shape[-1]
         if self.single:
-            norms = [side[:, 0].to(dtype).square().sum(1) for side in (self.left, self.right)]
-            return norms[0] * norms[1]
+            left, right = (torch.linalg.vector_norm(side[:, 0], dim=1, dtype=dtype) for side in (self.left, self.right))
+            found: Tensor = (left * right).square_()
+            return found
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
         norms = []
@@ -237,6 +248,8 @@ class Rows(Form):
         sums, rows, _ = self._touched(to.squares.dtype)
         squares = sums.mul_(to.factor).square_()
         to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
+        if to.rows is not None:
+            to.rows.index_add_(0, rows, squares.sum(1).clamp_(max=BOUND).square_(), alpha=to.weight)
         if to.fourths is not None:
             to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 
@@ -322,6 +335,12 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, t
     """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
     right2 = right.square()
     to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
+    if to.rows is not None and left4 is None:
+        to.add_row_norms(left2 * right2.sum(1, keepdim=True))
+    elif to.rows is not None and left4 is not None:
+        powers = left4.T @ right2.sum(1).clamp_(max=BOUND**0.5).square_()
+        parts = len(powers) // len(to.rows)  # (Σ_k a_k)² <= K Σ_k a_k²
+        to.rows.add_(powers.view(len(to.rows), parts).sum(1), alpha=parts * to.weight)
     if to.fourths is not None:
         left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
         to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
@@ -347,10 +366,10 @@ def root_mean_square(values: Tensor) -> Tensor:
     """Return √(mean of squares), evaluated in float32 or better; 0 for an empty tensor."""
     if not values.numel():
         return torch.zeros((), device=values.device)
-    values = values.to(promoted(values.dtype))
-    if values.device.type == "cpu" and values.is_contiguous():
+    dtype = promoted(values.dtype)
+    if values.device.type == "cpu" and values.is_contiguous() and values.dtype == dtype:
         norm = torch.dot(values.view(-1), values.view(-1)).sqrt_()  # several times as fast
     else:
-        norm = torch.linalg.vector_norm(values)
+        norm = torch.linalg.vector_norm(values, dtype=dtype)
     size: Tensor = norm / values.numel() ** 0.5
     return size

@@ -72,6 +72,8 @@ class Tied(Sum):
         gradients = left_there.mT @ right.float() + same.float() @ self.rows.values.float()  # [n, s, d]
         squares = gradients.mul_(to.factor).masked_fill_(again[..., None], 0.0).square_().flatten(0, 1)
         to.squares.index_add_(0, ids.flatten(), squares, alpha=to.unit**2)
+        if to.rows is not None:
+            to.rows.index_add_(0, ids.flatten(), squares.sum(1).clamp_(max=BOUND).square_(), alpha=to.weight)
         if to.fourths is not None:
             to.fourths.index_add_(0, ids.flatten(), squares.clamp_(max=BOUND).square_(), alpha=to.weight)
 

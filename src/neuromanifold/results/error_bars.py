@@ -1,0 +1,66 @@
+"""Which standard errors a diagonal has: of each entry, of each row of a weight, or none.
+
+    error_bars   kept beside the sums                         standard errors of
+    True         as many numbers as the sums                  each entry
+    "rows"       one for each row of a weight [rows, ...]     the sum of a row, and each entry of a vector
+    False        nothing                                      nothing
+
+A row has the index of the first dimension: an output of a linear layer, a channel of a convolution, a token of an
+embedding.  Between results of different kinds, the coarser one holds: the standard error of a row's sum is at most the
+sum of its entries'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from neuromanifold.core.checks import message
+
+ErrorBars = bool | Literal["rows"]
+
+LARGE = 2**28
+"""Entries above which only rows have error bars: those of entries would take a gigabyte or more beside the sums."""
+
+_KINDS: tuple[ErrorBars, ...] = (True, "rows", False)  # from fine to coarse
+
+
+def check_error_bars(value: object) -> ErrorBars | Literal["auto"]:
+    """Refuse whatever is not one of the kinds, or "auto"."""
+    if isinstance(value, bool) or (isinstance(value, str) and value in ("rows", "auto")):
+        return value  # type: ignore[return-value]
+    raise ValueError(message("error_bars", "True, False, 'rows' or 'auto'", repr(value)))
+
+
+def choose_error_bars(value: ErrorBars | Literal["auto"], entries: int) -> ErrorBars:
+    """Return the kind for so many entries; it depends on nothing else, so that shards of a run agree."""
+    return value if value != "auto" else "rows" if entries > LARGE else True
+
+
+def coarser(a: ErrorBars, b: ErrorBars) -> ErrorBars:
+    """Return the kind that both can be converted to."""
+    return max(a, b, key=_KINDS.index)
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """Return the sum of each row, [rows]; a vector or a number as it is."""
+    return values.flatten(1).sum(1) if values.ndim > 1 else values
+
+
+def converted(noise: Mapping[str, Tensor], before: ErrorBars, after: ErrorBars) -> dict[str, Tensor]:
+    """Return standard errors of a coarser kind: of rows, the sum of those of entries, or none."""
+    if before is after or not after:
+        return dict(noise) if before is after else {}
+    return {name: row_sums(value) for name, value in noise.items()}
+
+
+def entry_noise(noise: Mapping[str, Tensor], sums: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the standard errors of a parameter's single entries; an error where they were not kept."""
+    found = noise.get(name)
+    if found is not None and found.shape == sums[name].shape:
+        return found
+    kept = "no error bars" if found is None else "those of its rows (.rows) alone"
+    advice = "Run with error_bars=True for single entries, which takes as much memory as the values."
+    raise ValueError(message("error_bars", f"True for standard errors of the entries of {name!r}", kept, advice))
