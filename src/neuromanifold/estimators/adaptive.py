@@ -239,7 +239,7 @@ def groups(passes: Tensor, size: int) -> list[int]:
     At most `size` of them; a quarter of it with the same number is worth a group of its own, fewer join the next ones.
     """
     found, open_ = [], 0
-    for same in passes.unique_consecutive(return_counts=True)[1].tolist():
+    for same in passes.unique_consecutive(return_counts=True)[1].tolist():  # type: ignore[no-untyped-call]
         full, open_ = divmod(open_ + same, size)
         found += [size] * full
         if 4 * open_ >= size:
