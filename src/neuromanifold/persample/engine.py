@@ -28,6 +28,7 @@ from neuromanifold.kernels import dispatch
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Key, Plan, Uses, discover
+from neuromanifold.persample.shards import Shards
 from neuromanifold.persample.tokens import token_uses
 from neuromanifold.persample.verify import Reference, Verification, make_plan, together_as_alone
 
@@ -46,12 +47,22 @@ class PerSampleGradients:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: dict[str, nn.Parameter], batch_dim: int = 0, *, tokens: bool = False
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        batch_dim: int = 0,
+        *,
+        tokens: bool = False,
+        shards: Shards | None = None,
     ) -> None:
-        """`tokens`: give gradients for each position of a sequence where they can be squared (`tokens.py`)."""
+        """`tokens`: give gradients for each position of a sequence where they can be squared (`tokens.py`).
+
+        `shards`: those of the parameters in FSDP2.  All processes then do the same, and decide together.
+        """
         dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
-        self.names, self.parameters = list(parameters), list(parameters.values())
-        self.hooks, self._batch_dim = Hooks(model, self.parameters), batch_dim
+        self.names, self.parameters = list(parameters), list(parameters.values()) if shards is None else shards.whole
+        self.hooks = Hooks(model, self.parameters, None if shards is None else shards.held)
+        self._batch_dim, self._shards = batch_dim, shards
         self.remaining: set[int] = set()
         """Parameters that autograd has given gradients of, summed over the batch."""
         self.verified = 0
@@ -80,7 +91,7 @@ class PerSampleGradients:
     @property
     def needs_reference(self) -> bool:
         """Whether the next forward pass is to be verified, against the gradients of one without hooks."""
-        return self._requested or _is_due(self._batches) or self.every_batch
+        return self._any("needs reference", self._requested or _is_due(self._batches) or self.every_batch)
 
     @property
     def every_batch(self) -> bool:
@@ -89,7 +100,7 @@ class PerSampleGradients:
 
     def reference(self, logits: Tensor) -> Reference:
         """Differentiate the logits of a forward pass without hooks; its graph is freed."""
-        return Reference.of(logits, self.parameters)
+        return Reference.of(logits, self.parameters, self._shards)
 
     def capturing(self) -> AbstractContextManager[None]:
         """Capture the calls of modules with a rule inside."""
@@ -117,32 +128,42 @@ class PerSampleGradients:
         try:
             uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
         except Exception:  # nested tensors, or whatever else has a graph that cannot be read
+            if self._shards is not None:
+                raise
             if self.excluded != frozenset(range(len(self.parameters))):
                 self.exclude_all()
                 return None
             uses = Uses(len(logits), remaining=list(range(len(self.parameters))))
             return self._ready(uses, Plan({}, self.excluded, True), logits)
-        if not uses.samples or (not self.hooks.modules and not uses.supported):
+        nothing = not uses.samples or (not self.hooks.modules and not uses.supported)
+        if nothing and self._shards is None:
             layouts = {use.key: use.layouts[0] for use in uses.supported}
             return self._ready(uses, Plan(layouts, self.excluded, True), logits)
         known = self._plans.get(uses.signature)
         if reference is None:
-            if known is None or not known.followed or uses.unsupported:
+            if self._any("unknown", known is None or not known.followed or bool(uses.unsupported)):
                 self._requested = True
                 self.hooks.release()
                 return None
+            assert known is not None
             return self._ready(uses, known, logits)
-        if known is not None and known.followed and not uses.unsupported:
+        unknown = self._any("unknown", known is None or not known.followed or bool(uses.unsupported))
+        if known is not None and not unknown:
             plan = self._verified_again(uses, known, logits, reference)
         else:
             plan = make_plan(uses, logits, reference, self.hooks, self.parameters, self.excluded)
-        if plan.excluded - self.excluded:
-            self.excluded = plan.excluded
+        excluded = reference.union("excluded", plan.excluded)
+        if excluded - self.excluded:
+            self.excluded = excluded
             self.hooks.release()
             return None
         self.verified, self._requested = self.verified + 1, False
         self._plans[uses.signature] = plan
         return self._ready(uses, plan, logits)
+
+    def _any(self, what: str, flag: bool) -> bool:
+        """Whether it is so in any of the processes that have parts of the parameters."""
+        return flag if self._shards is None else any(self._shards.processes.gather(what, flag))
 
     def vectorizes(self, backward: PerSampleBackward, logits: Tensor) -> bool:
         """Return whether several cotangents may go back in one pass; tried once for each kind of graph."""
@@ -182,10 +203,11 @@ class PerSampleGradients:
         if plan.unverified and self._late is None:
             self._late = torch.zeros((), dtype=torch.bool, device=self.parameters[0].device)
         backward = PerSampleBackward(self.hooks, self.parameters, uses, plan, self._late)
-        if not self._wants_tokens or logits.ndim != 3 or logits.shape[1] < 2 or not uses.samples:
+        fits = logits.ndim == 3 and logits.shape[1] > 1 and bool(uses.samples)
+        if not self._wants_tokens or not (fits or self._shards is not None):
             return backward
-        if uses.signature not in self._token_uses:
-            self._token_uses[uses.signature] = token_uses(backward, logits)
+        if self._any("tokens", uses.signature not in self._token_uses):
+            self._token_uses[uses.signature] = token_uses(backward, logits, self._shards)
         backward = backward.with_tokens(self._token_uses[uses.signature])
         self._by_token = backward.by_token if self._by_token is None else self._by_token & backward.by_token
         return backward

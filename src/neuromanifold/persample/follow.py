@@ -110,11 +110,11 @@ def follow(order: Sequence[Node], samples: int, identities: frozenset[str], befo
 def _inputs(node: Node, before: int, samples: int, identities: frozenset[str]) -> list[int]:
     """Return where each input of an operation has the samples, given where its output has them."""
     name, inputs = operation(node), node.next_functions
-    if name in _RESHAPES:
+    if name in _RESHAPES or node.name() in identities:
         return [before] * len(inputs)
     shapes = [None if below is None else shape_of(below, output) for below, output in inputs]
     followed = _Followed(node, shapes, shape_of(node), *_locate(shape_of(node), before, samples))
-    if name in _ELEMENTWISE or node.name() in identities:
+    if name in _ELEMENTWISE:
         return [followed.broadcast(shape) for shape in shapes]
     rule = _RULES.get(name) or (_leading if name.startswith(_POOLS) else None)
     return [UNKNOWN] * len(shapes) if rule is None else rule(followed)

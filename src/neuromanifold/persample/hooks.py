@@ -100,11 +100,14 @@ class Hooks:
     pass (`excluded` is kept), and nothing is added to the captures.
     """
 
-    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
+    def __init__(
+        self, model: nn.Module, parameters: list[nn.Parameter], held: list[nn.Parameter] | None = None
+    ) -> None:
+        """`held`: what modules hold while they do not compute, if these are others (FSDP2)."""
+        numbers = {id(parameter): i for i, parameter in enumerate(held or parameters)}
         self.modules: list[HookedModule] = []
         for module in model.modules():
-            if (owner := _hooked(len(self.modules), module, numbers)) is not None:
+            if (owner := _hooked(len(self.modules), module, numbers, parameters)) is not None:
                 self.modules.append(owner)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self.captures: list[Capture] = []
@@ -209,7 +212,9 @@ class Hooks:
         return through
 
 
-def _hooked(number: int, module: nn.Module, numbers: dict[int, int]) -> HookedModule | None:
+def _hooked(
+    number: int, module: nn.Module, numbers: dict[int, int], parameters: list[nn.Parameter]
+) -> HookedModule | None:
     """Return a module with those of its parameters that are asked for, if a rule knows it."""
     parametrized = parametrize.is_parametrized(module)
     if not (module._parameters or parametrized) or isinstance(module, torch.jit.ScriptModule):
@@ -220,7 +225,8 @@ def _hooked(number: int, module: nn.Module, numbers: dict[int, int]) -> HookedMo
     chosen, originals = {}, {}
     for name, (held, key) in places.items():
         if id(held[key]) in numbers:
-            chosen[name], originals[name] = numbers[id(held[key])], held[key]
+            chosen[name] = numbers[id(held[key])]
+            originals[name] = parameters[chosen[name]]
     rule = (parametrized_rule if parametrized else find_rule)(module) if chosen else None
     if rule is None:
         return None

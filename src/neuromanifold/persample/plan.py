@@ -32,7 +32,7 @@ from neuromanifold.persample.rules import Call, NotApplicableError
 
 Key = tuple[object, ...]
 _COMBINATIONS = 16  # of layouts that are tried for uses that share parameters
-_IDENTITIES = frozenset({f"{CaptureGradient.__name__}Backward"})
+_IDENTITIES = frozenset({f"{CaptureGradient.__name__}Backward", "RegisterPostBackwardFunctionBackward"})  # FSDP2's
 
 
 @dataclass(eq=False)

@@ -23,21 +23,23 @@ from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.gradients import Form
 from neuromanifold.persample.plan import Key, Use, connected
+from neuromanifold.persample.shards import Shards
 
 _TOLERANCE = 1e-3  # of a sum, relative to the size of its terms: both sides add the same numbers
 
 
-def token_uses(backward: PerSampleBackward, logits: Tensor) -> frozenset[Key]:
+def token_uses(backward: PerSampleBackward, logits: Tensor, shards: Shards | None = None) -> frozenset[Key]:
     """Return the uses in a graph with logits [n, T, C] whose gradients may be squared for each token.
 
-    A parameter that is used elsewhere, too, such as a head that is tied to the embedding, has none.
+    A parameter that is used elsewhere, too, such as a head that is tied to the embedding, has none.  `shards`: all
+    processes that have parts of the parameters find the same ones.
     """
-    samples, positions = logits.shape[:2]
+    samples, positions = len(logits), logits.shape[1] if logits.ndim == 3 else 1
     uses, places = backward.uses, backward.uses.places_of_positions(positions)
 
     def fits(use: Use) -> bool:
         capture, layout = use.capture, backward.plan.layouts[use.key]
-        if capture is None or layout.shared or not capture.owner.rule.extra_dims:
+        if positions < 2 or capture is None or layout.shared or not capture.owner.rule.extra_dims:
             return False
         if any(isinstance(value, Tensor) for value in (*capture.others, *capture.options.values())):
             return False
@@ -45,21 +47,32 @@ def token_uses(backward: PerSampleBackward, logits: Tensor) -> frozenset[Key]:
         return found == {(positions, places.get(use.key))}
 
     apart = [(numbers, members) for numbers, members in connected(uses.supported) if all(map(fits, members))]
+    if shards is not None:
+        of_all = shards.processes.gather("token uses", sorted(i for numbers, _ in apart for i in numbers))
+        apart = [one for one in apart if all(one[0] <= set(found) for found in of_all)]
     keys = frozenset(use.key for _, members in apart for use in members)
-    wrong = _wrong(backward, logits, keys, {i for numbers, _ in apart for i in numbers}) if keys else set()
+    wrong = _wrong(backward, logits, keys, {i for numbers, _ in apart for i in numbers}, shards) if keys else set()
+    if shards is not None:
+        wrong = {i for found in shards.processes.gather("token errors", sorted(wrong)) for i in found}
     return frozenset(use.key for numbers, members in apart if numbers.isdisjoint(wrong) for use in members)
 
 
-def _wrong(backward: PerSampleBackward, logits: Tensor, keys: frozenset[Key], numbers: set[int]) -> set[int]:
+def _wrong(
+    backward: PerSampleBackward, logits: Tensor, keys: frozenset[Key], numbers: set[int], shards: Shards | None
+) -> set[int]:
     """Return the parameters whose gradients of tokens are not zero where the cotangent is, or do not add up."""
     generator = torch.Generator().manual_seed(len(logits))
     shown = torch.rand(logits.shape[:2], generator=generator).to(logits.device) < 0.5
     noise = torch.Generator(logits.device).manual_seed(1)
     cotangent = torch.randn(logits.shape, generator=noise, device=logits.device, dtype=logits.dtype)
     cotangent.mul_(shown[..., None])
-    whole, tokens = _Sums(), _Sums(hidden=~shown.flatten())
-    backward.to_uses(logits, [cotangent], [whole], [Pass()], numbers)
-    backward.with_tokens(keys).to_uses(logits, [cotangent], [tokens], [Pass()], numbers)
+    whole, tokens = _Sums(numbers), _Sums(numbers, hidden=~shown.flatten())
+    for how, sums in ((backward, whole), (backward.with_tokens(keys), tokens)):
+        if shards is None:
+            how.to_uses(logits, [cotangent], [sums], [Pass()], numbers)
+        else:  # the layers' parameters are there only while backward passes them
+            with shards.streamed(how.uses.remaining, lambda *_: None):
+                how(logits, cotangent, sums, Pass(), keep_graph=True)
     found = {i for i in numbers if i in whole.totals and i in tokens.totals}
     different = {i for i in found if not tokens.agree(whole, i)}
     return (numbers - found) | different
@@ -68,8 +81,8 @@ def _wrong(backward: PerSampleBackward, logits: Tensor, keys: frozenset[Key], nu
 class _Sums:
     """Σ g of each parameter, the size of its terms, and that of the terms which must be zero."""
 
-    def __init__(self, hidden: Tensor | None = None) -> None:
-        self._hidden = hidden
+    def __init__(self, wanted: set[int], hidden: Tensor | None = None) -> None:
+        self._wanted, self._hidden = wanted, hidden
         self.totals: dict[int, Tensor] = {}
         self._sizes: dict[int, Tensor] = {}
         self._leaks: dict[int, Tensor] = {}
@@ -77,7 +90,7 @@ class _Sums:
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Take the gradients of one parameter; a form with another number of terms cannot be compared."""
         del made_by
-        if self._hidden is not None and form.samples != len(self._hidden):
+        if i not in self._wanted or (self._hidden is not None and form.samples != len(self._hidden)):
             return
         norms = form.squared_norms(torch.float64)
         dtype = torch.float64 if norms.device.type == "cpu" else torch.float32

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, read_back
 from neuromanifold.persample.backward import PerSampleBackward, dense
 from neuromanifold.persample.gradients import Dense, Form, root_mean_square
 from neuromanifold.persample.graph import Layout
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
+from neuromanifold.persample.shards import LayerSums, Shards
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
@@ -39,15 +41,31 @@ class Reference:
 
     logits: Tensor  # some of them, all over the batch, where they are many
     gradients: dict[int, Tensor]  # by number of the parameter; those that the logits do not depend on are left out
+    shards: Shards | None = None  # of which the gradients are parts, added up over processes
 
     @classmethod
-    def of(cls, logits: Tensor, parameters: list[nn.Parameter]) -> Reference:
+    def of(cls, logits: Tensor, parameters: list[nn.Parameter], shards: Shards | None = None) -> Reference:
         """Differentiate logits of a forward pass without hooks; the graph is freed."""
         weights = _sample_weights(logits).to(logits.dtype)  # powers of two, which every type has
         cotangent = _cotangent(logits).mul_(weights.view(-1, *[1] * (logits.ndim - 1)))
-        found = torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
-        gradients = {i: dense(g).detach() for i, g in enumerate(found) if g is not None}
-        return cls(_some(logits), gradients)
+        if shards is None:
+            found = torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
+            return cls(_some(logits), {i: dense(g).detach() for i, g in enumerate(found) if g is not None})
+        parts: dict[int, Tensor] = {}
+        layers = LayerSums(shards, lambda i, _, part: parts.update({i: part}))
+        with shards.streamed(list(range(len(parameters))), lambda i, g: layers.put(i, "", g.to(promoted(g.dtype)))):
+            torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
+        layers.flush()
+        return cls(_some(logits), parts, shards)
+
+    def any(self, what: str, flag: bool) -> bool:
+        """Whether it is so in any of the processes that have parts of the parameters."""
+        return flag if self.shards is None else any(self.shards.processes.gather(what, flag))
+
+    def union(self, what: str, numbers: Set[int]) -> frozenset[int]:
+        """Return the numbers of all processes that have parts of the parameters."""
+        of_all = [list(numbers)] if self.shards is None else self.shards.processes.gather(what, sorted(numbers))
+        return frozenset(i for some in of_all for i in some)
 
 
 def make_plan(
@@ -63,10 +81,10 @@ def make_plan(
     If there are more of them than before, forward has to be repeated without them.
     """
     covered = frozenset(uses.counts) | uses.unsupported
-    if not _same_logits(_some(logits), reference.logits):
+    if reference.any("other logits", not _same_logits(_some(logits), reference.logits)):
         return Plan({}, excluded | covered)  # hooks change what the model computes, or it never computes it twice
-    if uses.unsupported:
-        return Plan({}, excluded | uses.unsupported)
+    if unsupported := reference.union("unsupported", uses.unsupported):
+        return Plan({}, excluded | unsupported)
     candidates, expected = preferred(uses)
     pending = combinations(uses, candidates)  # of layouts, for each group of parameters that share uses
     chosen = {group: next(choices) for group, choices in pending.items()}
@@ -82,7 +100,7 @@ def make_plan(
             chosen[group] = following or best[group][1]
             if following is None:
                 del pending[group]
-        if not pending:
+        if not reference.any("pending", bool(pending)):
             break
     layouts = {key: layout for own in chosen.values() for key, layout in own.items()}
     wrong = (check.failed - uses.counts.keys()).union(*(failed for failed, _ in best.values()))
@@ -97,7 +115,7 @@ class Verification:
         self, uses: Uses, plan: Plan, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter]
     ) -> None:
         seen = _Observations(logits)
-        sums = _WeightedSums(_sample_weights(logits), parameters, reference.gradients)
+        sums = _WeightedSums(_sample_weights(logits), parameters, reference.gradients, shards=reference.shards)
         backward = PerSampleBackward(hooks, parameters, uses, plan)
         backward(logits, _cotangent(logits), sums, Pass(), keep_graph=True, observer=seen)
         sums.end_pass()
@@ -106,8 +124,8 @@ class Verification:
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
-        expected = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
-        self.failed = frozenset(refused) | seen.wrong(expected, sums)
+        expected = reference.union("expected", uses.counts.keys() | reference.gradients.keys() - set(uses.remaining))
+        self.failed = reference.union("failed", frozenset(refused) | seen.wrong(expected, sums))
         """Parameters whose per-sample gradients are not autograd's."""
 
 
@@ -178,11 +196,15 @@ class _Observations:
             for i, gradient in zip(chosen, expected, strict=True)
         ]
         found, wrong = read_back([*differences, *map(sums.sizes.get, chosen)]), set()
-        for i, gradient, difference, size in zip(chosen, expected, found, found[len(chosen) :], strict=False):
-            rounding = _ROUNDING * self._precision * self._sizes.get(i, 0.0)
-            agree = difference <= self._tolerance * size + rounding
-            if math.isnan(size) and gradient is not None:
-                agree = bool(gradient.isnan().any())
+        sizes = [self._sizes.get(i, 0.0) for i in chosen]
+        undefined = [g is not None and bool(g.isnan().any()) for g in expected] if any(map(math.isnan, found)) else []
+        if sums.shards is not None:
+            found, sizes, undefined = _of_all(sums.shards, found, sizes, undefined)
+        for k, i in enumerate(chosen):
+            difference, size = found[k], found[len(chosen) + k]
+            agree = difference <= self._tolerance * size + _ROUNDING * self._precision * sizes[k]
+            if math.isnan(size) and undefined:
+                agree = undefined[k]
             if not agree:
                 wrong.add(i)
         return frozenset(wrong)
@@ -193,6 +215,17 @@ class _Observations:
         if values.is_cuda and values.dtype == torch.float32 and rounds:
             tolerance, precision = _TF32
         self._tolerance, self._precision = max(tolerance, self._tolerance), max(precision, self._precision)
+
+
+def _of_all(
+    shards: Shards, norms: list[float], sizes: list[float], undefined: list[bool]
+) -> tuple[list[float], list[float], list[bool]]:
+    """Return the norms of whole tensors from those of their parts, and what is known of them in any process."""
+    of_all = shards.processes.gather("verified", [norms, sizes, undefined])
+    squares = [math.sqrt(sum(norm**2 for norm in one)) for one in zip(*(norms for norms, *_ in of_all), strict=True)]
+    together = [sum(one) for one in zip(*(sizes for _, sizes, _ in of_all), strict=True)]
+    some = [flags or [False] * len(sizes) for *_, flags in of_all]
+    return squares, together, list(map(any, zip(*some, strict=True))) if any(flags for *_, flags in of_all) else []
 
 
 class _WeightedSums:
@@ -207,10 +240,13 @@ class _WeightedSums:
         parameters: list[nn.Parameter],
         expected: Mapping[int, Tensor] | None = None,
         factor: float = 1.0,
+        shards: Shards | None = None,
     ) -> None:
         """Without `expected`, the sums themselves are kept; they are `factor` times too large."""
         self._weights, self._parameters, self._factor = weights, parameters, factor
         self._keeps, self.expected = expected is None, expected or {}
+        self.shards = shards
+        self._layers = None if shards is None else LayerSums(shards, lambda i, _, part: self._compare(i, part))
         self._waiting: list[tuple[int, Form]] = []
         self.totals: dict[int, Tensor] = {}
         self.differences: dict[int, Tensor] = {}  # ‖Σ c_n g_n - expected‖
@@ -230,6 +266,8 @@ class _WeightedSums:
         for i, form in self._waiting:
             self._add(i, form)
         self._waiting = []
+        if self._layers is not None:
+            self._layers.flush()
 
     @torch.no_grad()
     def _add(self, i: int, form: Form) -> None:
@@ -246,11 +284,16 @@ class _WeightedSums:
         total = total if self._factor == 1.0 else total / self._factor
         if self._keeps:
             self.totals[i] = total
+        elif self._layers is not None:
+            self._layers.put(i, "", total)
         else:
-            wanted = self.expected.get(i)
-            self.sizes[i] = self.differences[i] = size = _norm(total)
-            if wanted is not None:
-                self.differences[i] = _norm(total.sub_(wanted.to(total)), beside=size)
+            self._compare(i, total)
+
+    def _compare(self, i: int, total: Tensor) -> None:
+        wanted = self.expected.get(i)
+        self.sizes[i] = self.differences[i] = size = _norm(total)
+        if wanted is not None:
+            self.differences[i] = _norm(total.sub_(wanted.to(total)), beside=size)
 
 
 def _norm(values: Tensor, beside: Tensor | None = None) -> Tensor:

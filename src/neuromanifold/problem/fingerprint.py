@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,18 @@ OF_A_BATCH = 2**13
 """How many numbers of each tensor of a batch are looked at."""
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
+
+
+class Thinned(NamedTuple):
+    """Some numbers of a tensor, evenly spread; its fingerprint is that of the tensor with as many numbers at most."""
+
+    shape: torch.Size
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, most: int) -> Thinned:
+        """Copy at most so many numbers of a dense tensor to the CPU."""
+        return cls(value.shape, _thinned(value.detach().reshape(-1), most).cpu().clone())
 
 
 def fingerprint(*named: tuple[str, object], most: int | None = None) -> str:
@@ -36,7 +48,10 @@ def _add(found: Any, name: str, value: object, most: int | None, seen: set[int])
     found.update(f"{name}\n".encode())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         value = torch.from_numpy(np.ascontiguousarray(value))
-    if isinstance(value, Tensor):
+    if isinstance(value, Thinned):
+        found.update(f"{list(value.shape)} {value.numbers.dtype}\n".encode())
+        found.update(_bytes(value.numbers))
+    elif isinstance(value, Tensor):
         _add_tensor(found, value, most)
     elif isinstance(value, _PLAIN):
         found.update(f"{value!r}\n".encode())
@@ -55,13 +70,18 @@ def _add_tensor(found: Any, value: Tensor, most: int | None) -> None:
         dense = torch.nested.to_padded_tensor(dense, 0.0) if dense.is_nested else dense.int_repr()
     dense = dense if dense.layout == torch.strided else dense.to_dense()
     found.update(f"{list(dense.shape)} {dense.dtype}\n".encode())
-    if dense.device.type == "meta":  # whose values are elsewhere
+    if dense.device.type == "meta" or hasattr(dense, "placements"):  # whose values are elsewhere, or in other processes
         return
-    flat = dense.reshape(-1)
-    if most is not None and flat.numel() > most:
-        flat = flat[:: -(-flat.numel() // most) | 1]  # an odd step, since widths are even
-    flat = flat.resolve_conj().resolve_neg().cpu().contiguous()
-    found.update(flat.view(torch.uint8).numpy().data)
+    found.update(_bytes(_thinned(dense.reshape(-1), most)))
+
+
+def _thinned(flat: Tensor, most: int | None) -> Tensor:
+    """At most so many numbers, with an odd step, since widths are even."""
+    return flat if most is None or flat.numel() <= most else flat[:: -(-flat.numel() // most) | 1]
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    return flat.resolve_conj().resolve_neg().cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def _parts(value: object) -> Mapping[Any, object]:

@@ -100,13 +100,28 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first_name for name, first_name in held if name != first_name}
 
 
-def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters of which this process has only a part, or none: their gradients would be wrong, or missing."""
-    advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`."
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 (`fully_shard`) has divided the model's parameters among processes."""
+    kind = _loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards: bool = False) -> None:
+    """Refuse parameters of which this process has only a part, or none: their gradients would be wrong, or missing.
+
+    `shards`: the caller can do with those of FSDP2, each process with its part.
+    """
+    advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`. "
+    advice += "fisher_diagonal and fisher_trace take models in FSDP2 (fully_shard)."
+    shards = shards and is_sharded(model)
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, _loaded_class("torch.distributed.tensor", "DTensor")):
+        divided = isinstance(parameter, _loaded_class("torch.distributed.tensor", "DTensor"))
+        if divided and not shards:
             got = f"{plain_name(name)!r} sharded over processes (fully_shard or tensor parallel)"
             raise ValueError(message("model", "whole on each process", got, advice))
+        if shards and not divided and name in chosen:
+            expected = "in FSDP2 with all of the chosen parameters"
+            raise ValueError(message("model", expected, f"{name!r}, which is whole on each process"))
     if any(
         isinstance(one, _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")) for one in model.modules()
     ):

@@ -33,6 +33,7 @@ from neuromanifold.problem.model import (
     call,
     check_whole,
     forward_signature,
+    is_sharded,
     only_argument,
     select_parameters,
     with_decoder_inputs,
@@ -72,15 +73,18 @@ class Problem:
         ignore_index: int = -100,
         label_key: str = "labels",
         shift_labels: ShiftLabels = "auto",
+        *,
+        shards: bool = False,
     ) -> Problem:
         """Check all arguments that can be checked without a batch; they are those of `nm.fisher_diagonal`.
 
         `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.
+        `shards`: it may be in FSDP2, whose parameters are divided among processes.
         """
         model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
-        check_whole(module, chosen)
+        check_whole(module, chosen, shards=shards)
         _check_embeddings(module)
         _check_data(data)
         if not callable(likelihood):
@@ -93,6 +97,11 @@ class Problem:
             raise TypeError(message("label_key", "the key of the labels in a batch", repr(label_key)))
         shift = check_shift_labels(shift_labels)
         return cls(module, chosen, data, likelihood, class_dim, batch_dim, ignore_index, label_key, shift)
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has divided the parameters among processes."""
+        return is_sharded(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -239,12 +248,18 @@ class Problem:
         """Warn of outputs and labels that look wrong, and of samples that influence each other.
 
         For the first batch of a call, in a session: it takes forward passes of three samples, and waits for a GPU.
+        Of a model in FSDP2, which all processes must run together, only the outputs are looked at.
         Returns whether the batch has at least two samples that count: else a later one has more to say.
         """
         if not len(outputs.logits):
             return False
         core = distributions(outputs, LateValidation(self.likelihood), compact=True).core
         self._inspect_labels(outputs, core.dim if isinstance(core, Categorical) else None)
+        if self.sharded:
+            note = suspicions.probabilities_note(core) or suspicions.token_labels_note(self, batch)
+            if note:
+                warn(note, suspicions.SuspiciousInputWarning)
+            return True
         shift = suspicions.token_labels_note(self, batch) or suspicions.shift_note(self, batch, outputs)
         found = suspicions.probabilities_note(core), shift, suspicions.order_note(self, batch, outputs)
         for note in filter(None, found):

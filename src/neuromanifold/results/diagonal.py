@@ -114,9 +114,12 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 
         It is nan if the result has no error bars.
         """
-        total, noise = (sum(float(t.double().sum()) for t in d.values()) for d in (self.sums, self.noise))
+        total, noise = (sum(map(self._total, d.values())) for d in (self.sums, self.noise))
         noise = noise if self.error_bars else math.nan
         return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
+
+    def _total(self, tensor: Tensor) -> float:
+        return float(tensor.double().sum())
 
     @property
     def relative_error(self) -> float:

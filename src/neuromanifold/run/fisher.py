@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, message, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.persample.accumulate.sharded import ShardedSums
+from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, plain_name, tied_names
@@ -23,7 +26,9 @@ from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
+from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.counts import Counts
+from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run
 from neuromanifold.run.settings import (
     Checkpoint,
@@ -115,7 +120,7 @@ def fisher_diagonal(
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
-        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
@@ -131,6 +136,8 @@ def diagonal_of(
     error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
+    if problem.sharded:
+        return _sharded_diagonal(problem, settings, options, view, rtol, check_error_bars(error_bars))
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     parameters = list(problem.parameters.values())
     kind = choose_error_bars(check_error_bars(error_bars), sum(parameter.numel() for parameter in parameters))
@@ -150,6 +157,29 @@ def diagonal_of(
         replace(provenance, error_bars=kind if random else True),
         view,
     )
+
+
+def _sharded_diagonal(
+    problem: Problem,
+    settings: Settings,
+    options: LoopOptions,
+    view: Reduction,
+    rtol: float | None,
+    error_bars: ErrorBars | Literal["auto"],
+) -> ShardedFisher:
+    """Return the diagonal of a model in FSDP2, of which each process has its part."""
+    random = settings.estimator.noise_factor > 0
+    if error_bars == "rows" or (rtol is not None and not error_bars):
+        got = f"{error_bars!r}" + (" with rtol" if rtol is not None else "")
+        raise ValueError(message("error_bars", "True, or False without rtol, for a model in FSDP2", got))
+    with sharded(problem, settings, options) as shards:
+        sums = ShardedSums(shards, fourth_powers=random and bool(error_bars))
+        counts = _run(problem, settings, sums, options, rtol, shards)
+        names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
+        squares = dict(zip(names, sums.squares, strict=True))
+        noise = dict(zip(names, sums.noise(), strict=True)) if error_bars or not random else {}
+    provenance = replace(provenance, weights=shards.fingerprint, error_bars=bool(error_bars) or not random)
+    return ShardedFisher(squares, noise, counts.samples, counts.positions, provenance, view)
 
 
 @torch.inference_mode(mode=False)
@@ -181,13 +211,15 @@ def fisher_trace(
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
-        model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
     )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed)
     sums = TraceSums(estimator.noise_factor)
-    counts = _run(problem, settings, sums, options, rtol)
+    with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+        counts = _run(problem, settings, sums, options, rtol, shards)
     provenance = make_provenance(problem, settings, counts, options.shard)
+    provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance
     return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view, counts.positions)
 
 
@@ -201,7 +233,12 @@ def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
 
 
 def _run(
-    problem: Problem, settings: Settings, sums: DiagonalSums | TraceSums, options: LoopOptions, rtol: float | None
+    problem: Problem,
+    settings: Settings,
+    sums: DiagonalSums | ShardedSums | TraceSums,
+    options: LoopOptions,
+    rtol: float | None,
+    shards: Shards | None = None,
 ) -> Counts:
     """Run the loop, and stop it once Σ stderr <= rtol Σ F."""
     random = settings.estimator.noise_factor > 0
@@ -213,7 +250,12 @@ def _run(
         error = sums.relative_error() if random and kept else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
-    counts = run(problem, settings, sums, options, accuracy=Accuracy(rtol, relative_error))
+    accuracy = Accuracy(rtol, relative_error)
+    if isinstance(sums, DiagonalSums) or (isinstance(sums, TraceSums) and shards is None):
+        counts = run(problem, settings, sums, options, accuracy=accuracy)
+    else:
+        assert shards is not None
+        counts = run_sharded(problem, settings, sums, options, shards, accuracy)
     if rtol is not None and not counts.stopped:
         error = relative_error(counts, sums)
         if error is not None and error > rtol:

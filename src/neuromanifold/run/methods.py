@@ -18,6 +18,7 @@ from neuromanifold.estimators import Adaptive, Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
 from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
 from neuromanifold.persample.engine import PerSampleGradients
+from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
@@ -176,12 +177,18 @@ class PerSample(Method):
     `granularity` is "auto"; else one backward pass for each sample, with one warning that names them.
     """
 
-    def __init__(self, problem: Problem, settings: Settings, *, tokens: bool = False) -> None:
-        """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent."""
+    def __init__(
+        self, problem: Problem, settings: Settings, *, tokens: bool = False, shards: Shards | None = None
+    ) -> None:
+        """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent.
+
+        `shards`: those of a model in FSDP2 (`lockstep/`).
+        """
         super().__init__(problem, settings)
         estimator, granularity = settings.estimator, settings.granularity
         tokens = tokens and granularity == "auto" and _independent_tokens(estimator)
-        self.engine = PerSampleGradients(problem.model, problem.parameters, problem.batch_dim, tokens=tokens)
+        parameters = problem.parameters
+        self.engine = PerSampleGradients(problem.model, parameters, problem.batch_dim, tokens=tokens, shards=shards)
         self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
         self._positions_apart = isinstance(estimator, Exact)
         self._mixes = estimator.centred and granularity == "auto"

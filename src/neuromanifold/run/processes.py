@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
@@ -30,6 +30,7 @@ from neuromanifold.persample.accumulate import GradientSums, SharedSums
 
 _BEAT, _SILENT = 0.5, 60.0  # seconds between two signs of life; after which a process counts as dead
 _PATIENCE, _JOIN = 20.0, 1800.0  # seconds until processes that have not begun the run are named; and given up
+_SHORT = 248  # bytes that are gathered at once
 _calls = count()
 
 
@@ -131,11 +132,14 @@ class Processes:
 
     def add(self, tensor: Tensor) -> None:
         """Overwrite a tensor with its sum over all processes."""
-        if not self.several:
-            return
+        if self.several:
+            self._wait_for(lambda: dist.all_reduce(tensor, async_op=True))
+
+    def _wait_for(self, begin: Callable[[], Any]) -> None:
+        """Run a collective; one of a process that has died would be waited for until a timeout."""
         try:
-            work, pause = dist.all_reduce(tensor, async_op=True), 0.0
-            while work is not None and not work.is_completed():  # one that has died would be waited for until a timeout
+            work, pause = begin(), 0.0
+            while work is not None and not work.is_completed():
                 self.check()
                 time.sleep(pause)
                 pause = min(0.02, 1.2 * pause + 1e-5)
@@ -148,6 +152,17 @@ class Processes:
                 raise
             text = "Another process has died while sums were added, which ends the run on all processes; with a "
             raise ProcessError(f"{text}checkpoint, the same call resumes it ({error}).") from error
+
+    @contextmanager
+    def in_step(self) -> Iterator[InStep]:
+        """Yield what gathers values often, of processes that all do the same."""
+        own = self.several and dist.get_backend() != "gloo"
+        group = dist.new_group(backend="gloo") if own else None
+        try:
+            yield InStep(self, group)
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -233,6 +248,38 @@ class Processes:
             raise
         except (RuntimeError, OSError) as error:
             raise ProcessError(self._failure or f"{_LOST} ({error})") from error
+
+
+class InStep:
+    """Gathers small values by collectives, which take a fraction of a millisecond, where all processes go in step."""
+
+    def __init__(self, processes: Processes, group: Any) -> None:
+        self.all, self._group = processes, group
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all processes, which JSON can hold; all must ask for the same one."""
+        if not self.all.several:
+            return [value]
+        text = json.dumps([name, value]).encode()
+        found = self._gathered(text, _SHORT)
+        longest = max(length for length, _ in found)
+        if longest > _SHORT:
+            found = self._gathered(text, longest)
+        values = [json.loads(one[:length]) for length, one in found]
+        if len({asked for asked, _ in values}) > 1:
+            got = ", ".join(f"{asked!r} in rank {rank}" for rank, (asked, _) in enumerate(values))
+            raise ProcessError(f"The processes have not done the same: {got}.")
+        return [one for _, one in values]
+
+    def _gathered(self, text: bytes, size: int) -> list[tuple[int, bytes]]:
+        """Return length and beginning of the texts of all processes."""
+        mine = torch.zeros(8 + size, dtype=torch.uint8)
+        sent = len(text).to_bytes(8, "little") + text[:size]
+        mine[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.all.world)]
+        self.all._wait_for(lambda: dist.all_gather(every, mine, group=self._group, async_op=True))
+        read = [bytes(one.numpy().data) for one in every]
+        return [(int.from_bytes(one[:8], "little"), one[8:]) for one in read]
 
 
 _LOST = "The store of the process group cannot be reached: the process that keeps it, rank 0, has probably died"

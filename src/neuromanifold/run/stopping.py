@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.progress import RunProgress
@@ -20,7 +20,15 @@ class Accuracy(NamedTuple):
     """How accurate a result is, and should be."""
 
     rtol: float | None  # None: go through all the data
-    relative_error: Callable[[Counts, GradientSums], float | None]  # Σ stderr / Σ F so far; None: nothing is random
+    relative_error: Callable[[Counts, Any], float | None]  # Σ stderr / Σ F so far; None: nothing is random
+
+    def reached(self, counts: Counts, sums: object) -> str:
+        """Return the reason to stop if `rtol` is reached, else nothing."""
+        error = self.relative_error(counts, sums) if counts.batches else None
+        if self.rtol is None or error is None or error > self.rtol:
+            return ""
+        reason = f"relative standard error {error:.3g} <= rtol {self.rtol:g}"
+        return f"stopped after {counts.batches} batches: {reason}"
 
 
 class Stopping:
@@ -67,7 +75,7 @@ class Stopping:
 
     def _ask(self, ended: bool) -> None:
         self.reason = self.reason or self._processes.stopped
-        rtol, due = self._accuracy.rtol, _is_due(self._round * self._dealing.window)
+        rtol, due = self._accuracy.rtol, is_due(self._round * self._dealing.window)
         if self.reason or rtol is None or self._round < self._first or not due:
             return
         found = self._processes.gather_unless_stopped(f"round {self._round}", [self._counts.shared(), ended])
@@ -77,14 +85,11 @@ class Stopping:
         self._all_ended = all(one[1] for one in found)
         if not self._all_ended:
             total = Counts.total([one[0] for one in found])
-            error, reason = self._accuracy.relative_error(total, self._processes.sum_of(self._sums)), ""
-            if total.batches and error is not None and error <= rtol:
-                reason = f"relative standard error {error:.3g} <= rtol {rtol:g}"
-                reason = f"stopped after {total.batches} batches: {reason}"
+            reason = self._accuracy.reached(total, self._processes.sum_of(self._sums))
             self.reason = self._processes.gather("reason", reason)[0]
 
 
-def _is_due(batches: int) -> bool:
+def is_due(batches: int) -> bool:
     """Whether accuracy is looked at after so many batches of a process, since it costs: 1, ..., 16, 18, 20, ..."""
     return batches % max(1, batches // 8) == 0
 

@@ -112,7 +112,7 @@ class DiagonalSums:
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
             for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
-                self._raise_unit(i, _power_of_two_near(size / made_by.scale))
+                self._raise_unit(i, power_of_two_near(size / made_by.scale))
         elif look == "later":
             self._sizes.update(
                 (i, size / made_by.scale) for i, size in zip(used, root_mean_squares(values), strict=True)
@@ -148,7 +148,7 @@ class DiagonalSums:
         self._taken[i] += form.samples
         look = self._look(form.device)
         if look == "now" or (self.may_synchronize and not self._units[i]):
-            self._raise_unit(i, _power_of_two_near(float(form.magnitude()) / made_by.scale))
+            self._raise_unit(i, power_of_two_near(float(form.magnitude()) / made_by.scale))
         elif look == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
         form.add_squares(self._accumulators(i, made_by.scale, made_by.sample_noise))
@@ -174,7 +174,7 @@ class DiagonalSums:
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
             for i, size in zip(there, read_back(list(there.values())), strict=True):
-                self._raise_unit(i, _power_of_two_near(size))
+                self._raise_unit(i, power_of_two_near(size))
         self._sizes = {}
         self._batches += 1
         if self._alike and self._samples < _ALL_OF <= self._samples + self._of_batch:
@@ -394,6 +394,6 @@ def _chosen(group: int) -> int:
     return random.Random(group).randrange(_ONE_IN)
 
 
-def _power_of_two_near(rms: float) -> float:
+def power_of_two_near(rms: float) -> float:
     """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
     return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0

@@ -1,0 +1,172 @@
+"""Parameters in FSDP2 (`fully_shard`), of which each process holds a part, and sums of which each keeps its part.
+
+A module computes with whole parameters, which are in memory during its forward and its backward pass alone.  These are
+the ones that autograd knows, so that its gradients, before FSDP reduces them, are those of this process's batch.  What
+is computed from them has the full size for a moment; it is then added up over processes and divided among them as FSDP
+does with gradients (reduce-scatter), one layer after the other:
+
+    rule ─► Σ_n g_n² over the local batch, full size ─► LayerSums ─► Σ over processes, this process's part
+
+Processes need not have the same parameters at the same time, such as experts without tokens: what arrives in a layer is
+agreed on before it is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuromanifold.core.checks import message
+from neuromanifold.problem.fingerprint import Thinned, fingerprint
+
+_FINGERPRINTED = 1024  # numbers of each parameter
+
+
+class Shards:
+    """The chosen parameters of a model in FSDP2: what modules hold, and what they compute with."""
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], processes: Any) -> None:
+        """Gather each FSDP module once; all processes must do so together."""
+        from torch.distributed.fsdp import FSDPModule  # which takes long to import
+
+        self.processes = processes
+        self.held: list[Any] = list(parameters.values())
+        """The parts, as DTensors: what modules hold while they do not compute."""
+        self._modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        numbers = {id(parameter): i for i, parameter in enumerate(self.held)}
+        places = [
+            (module, name, numbers[id(parameter)])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in numbers
+        ]
+        whole: dict[int, nn.Parameter] = {}
+        self.units: dict[int, int] = {}
+        """Which FSDP module gathers each parameter."""
+        self.thinned: dict[str, Thinned] = {}
+        """Some numbers of each whole parameter, for fingerprints."""
+        names = list(parameters)
+        for unit, module in enumerate(self._modules):
+            module.unshard()
+            for owner, name, i in places:
+                gathered: Any = owner._parameters[name]
+                if i not in whole and gathered is not self.held[i]:
+                    whole[i], self.units[i] = gathered, unit
+                    self.thinned[names[i]] = Thinned.of(gathered, _FINGERPRINTED)
+            module.reshard()
+        self._check(names, whole)
+        self.thinned = {name: self.thinned[name] for name in names}
+        self.whole = [whole[i] for i in range(len(names))]
+        """What modules compute with, and autograd knows; their memory is there only while they do."""
+
+    def _check(self, names: list[str], whole: dict[int, nn.Parameter]) -> None:
+        advice = "Use fully_shard on a mesh of all processes, without tensor parallelism, or leave it out with "
+        advice += "`parameters`."
+        world = len(self.processes.gather("sharded", True))
+        for i, name in enumerate(names):
+            got = ""
+            if i not in whole:
+                got = f"{name!r}, which no FSDP module gathers"
+            elif hasattr(whole[i], "placements"):
+                got = f"{name!r}, which is tensor parallel besides"
+            elif self.held[i].device_mesh.size() != world:
+                got = f"{name!r} sharded over {self.held[i].device_mesh.size()} of {world} processes"
+            elif whole[i].dtype == torch.float16:
+                got, advice = f"{name!r} in float16", "Use bfloat16 or float32."
+            if got:
+                raise ValueError(message("model", "sharded by FSDP2 (fully_shard) alone", got, advice))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all parameters: that of the same model on one process."""
+        return fingerprint(*self.thinned.items())
+
+    def reshard(self) -> None:
+        """Free whole parameters that FSDP keeps after a forward pass."""
+        for module in self._modules:
+            module.reshard()
+
+    def part(self, i: int) -> Tensor:
+        """The part of a parameter that this process holds."""
+        local: Tensor = self.held[i].to_local()
+        return local
+
+    def reduced(self, i: int, whole: Tensor) -> Tensor:
+        """Add up tensors of a parameter's full size over processes; return this process's part of the sum."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        held = self.held[i]
+        mesh = held.device_mesh
+        summed = DTensor.from_local(whole.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        part: Tensor = summed.redistribute(placements=held.placements).to_local()
+        return part.to(held.device)
+
+    def as_whole(self, i: int, part: Tensor) -> Any:
+        """Return parts of all processes as one distributed tensor, in the parameter's shape."""
+        from torch.distributed.tensor import DTensor
+
+        held = self.held[i]
+        shape = {"shape": held.shape, "stride": held.stride()}
+        return DTensor.from_local(part, held.device_mesh, held.placements, run_check=False, **shape)
+
+    @contextmanager
+    def streamed(self, numbers: list[int], take: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Hand autograd's gradients of some parameters to `take` as they come: `autograd.grad` returns zeros."""
+
+        def hook(i: int) -> Callable[[Tensor], Tensor]:
+            def hand_over(g: Tensor) -> Tensor:
+                take(i, g.to_dense() if g.layout != torch.strided else g)
+                return g.new_zeros(()).expand(g.shape)  # which has no memory of its own
+
+            return hand_over
+
+        wholes: list[Any] = self.whole  # whose method has no types
+        handles = [wholes[i].register_hook(hook(i)) for i in numbers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+Take = Callable[[int, str, Tensor], None]
+"""Takes this process's part of a sum over processes: the parameter's number, what it is, and the part."""
+
+
+class LayerSums:
+    """Full-size tensors of one layer's parameters, added up over processes once those of another layer come."""
+
+    def __init__(self, shards: Shards, take: Take) -> None:
+        self._shards, self._take = shards, take
+        self._unit = -1
+        self._waiting: dict[tuple[int, str], Tensor] = {}
+
+    def put(self, i: int, kind: str, whole: Tensor) -> None:
+        """Take a tensor of a parameter's size; those of one kind that come to a parameter in turn are added."""
+        unit = self._shards.units[i]
+        if unit != self._unit:
+            self.flush()
+            self._unit = unit
+        before = self._waiting.get((i, kind))
+        self._waiting[i, kind] = whole if before is None else before.add_(whole)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add up what is waiting; all processes must come here as often."""
+        processes = self._shards.processes
+        mine = [[i, kind, str(whole.dtype)] for (i, kind), whole in self._waiting.items()]
+        of_all = processes.gather("layer", [self._unit, mine])
+        if len({unit for unit, _ in of_all}) > 1:
+            expected = "one whose gradients come to the same layers on all processes, in the same order"
+            raise ValueError(message("model", expected, f"FSDP modules {[unit for unit, _ in of_all]} at a time"))
+        waiting, self._waiting, self._unit = self._waiting, {}, -1
+        for i, kind, dtype in sorted({tuple(one) for _, some in of_all for one in some}):
+            whole = waiting.pop((i, kind), None)
+            if whole is None:
+                like = self._shards.whole[i]
+                whole = torch.zeros(like.shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=like.device)
+            self._take(i, kind, self._shards.reduced(i, whole))

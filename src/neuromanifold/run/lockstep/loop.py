@@ -1,0 +1,164 @@
+"""The loop over data for a model in FSDP2, whose parameters are divided among processes: all of them go in step.
+
+while any process has a batch:
+    batch = the next one of this process, or one again whose cotangents are zero
+    outputs = forward(batch)                                all processes together
+    while any process has a cotangent:
+        sums.add(gradients of u)                            a layer at a time, added up over processes
+
+A forward or backward pass gathers parameters from all processes, so each must come to as many passes as the others.
+What depends on a process's batch alone (whether to verify, how many passes) is decided by all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from neuromanifold.core.checks import message
+from neuromanifold.estimators import Adaptive
+from neuromanifold.persample.accumulate import TraceSums
+from neuromanifold.persample.accumulate.sharded import ShardedSums
+from neuromanifold.persample.shards import Shards
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
+from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.progress import Reporter
+from neuromanifold.run.counts import Counts
+from neuromanifold.run.dealing import Chain, Dealing, deal
+from neuromanifold.run.lockstep.method import Lockstep
+from neuromanifold.run.processes import together
+from neuromanifold.run.settings import LoopOptions, Settings
+from neuromanifold.run.stopping import Accuracy, is_due
+
+
+@contextmanager
+def sharded(problem: Problem, settings: Settings, options: LoopOptions) -> Iterator[Shards]:
+    """Yield the parts of a model's parameters that this process has, with all processes together and in a session."""
+    _check(settings, options)
+    with together(True) as processes, problem.session(), ExitStack() as stack:
+        processes.join(True, problem.device)
+        in_step = stack.enter_context(processes.in_step())
+        shards = Shards(problem.model, problem.parameters, in_step)
+        try:
+            yield shards
+        finally:
+            shards.reshard()
+
+
+def run_sharded(
+    problem: Problem,
+    settings: Settings,
+    sums: ShardedSums | TraceSums,
+    options: LoopOptions,
+    shards: Shards,
+    accuracy: Accuracy,
+) -> Counts:
+    """Go through the data once, or until they are accurate enough, as `loop.run` does; inside of `sharded`."""
+    in_step, processes, counts = shards.processes, shards.processes.all, Counts()
+    shows = processes.rank == 0
+    method = Lockstep(problem, settings, shards, tokens=isinstance(sums, ShardedSums))
+    items = problem.items(progress=options.progress is True and shows, description=options.description)
+    items, dealing = deal(items, processes, method, sums, options)
+    mine, reporter, rounds = _Mine(items, dealing), Reporter(options.progress if shows else False), 0
+    with method.attached():
+        while not counts.stopped:
+            entry = mine.following()
+            found = in_step.gather("round", [entry is not None, method.engine.came_late])
+            if not any(there for there, _ in found):
+                break
+            if any(late for _, late in found):
+                method.engine.require_reference()
+            batch = problem.read(*(entry or mine.spare()))
+            outputs = method.forward(batch)
+            if entry:
+                method.seed(batch.number)
+                method.backward(outputs, sums)
+            else:
+                method.go_along(outputs, sums)
+            method.release()
+            method.validation.flush()
+            outputs = outputs.detached()
+            if entry:
+                _count(method, counts, batch, outputs)
+                reporter.batch_done(lambda: counts.progress(None))
+            rounds += 1
+            counts.note(method)
+            if accuracy.rtol is not None and is_due(rounds):
+                counts.stopped = _looked(shards, counts, sums, accuracy)
+    counts.first = mine.first
+    if dealing.compares:
+        mine.chain.compare(processes, not counts.stopped)
+    counts = Counts.total(processes.gather("counts", counts.shared()))
+    if isinstance(sums, TraceSums):
+        processes.reduce(sums)
+    if not counts.samples:
+        raise ValueError(message("data", "an iterable with at least one sample", f"{counts.batches} batches"))
+    return counts
+
+
+def _check(settings: Settings, options: LoopOptions) -> None:
+    """Refuse what is not there for models in FSDP2."""
+    refused = {
+        "passes": isinstance(settings.estimator, Adaptive),
+        "checkpoint": options.checkpoint is not None,
+        "on_interrupt": options.on_interrupt == "return",
+        "distributed": options.distributed is False,
+    }
+    for argument, given in refused.items():
+        if given:
+            raise ValueError(message(argument, "left out for a model in FSDP2 (fully_shard)", "one that is set"))
+
+
+def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs) -> None:
+    """Count a batch, and look at some of them: at their noise, and at the first one's outputs."""
+    problem = method.problem
+    if counts.batches & (counts.batches - 1) == 0:
+        core = problem.distributions(outputs, labels=False).core
+        counts.add_noise_shares(method.settings.estimator.noise_shares(core))
+        if not counts.batches:
+            problem.inspect(batch, outputs)
+    counts.add(outputs)
+    counts.next = batch.number + 1
+
+
+def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:
+    """Return why it is enough, or nothing: all processes find the same."""
+    processes = shards.processes.all
+    total = Counts.total(processes.gather("counts so far", counts.shared()))
+    whole = processes.sum_of(sums) if isinstance(sums, TraceSums) else sums
+    return accuracy.reached(total, whole)
+
+
+class _Mine:
+    """The batches of this process, and one of any number that it can run again for the others' sake."""
+
+    def __init__(self, items: Iterator[object], dealing: Dealing) -> None:
+        self._items, self._dealing = enumerate(items), dealing
+        self.first = ""
+        """The fingerprint of batch 0."""
+        self.chain = Chain(2 * dealing.world)
+        self._spare: tuple[object, int] | None = None
+
+    def following(self) -> tuple[object, int] | None:
+        """Return item and number of the next batch; None at the end."""
+        for place, item in self._items:
+            self.first = self.first or fingerprint(("batch", item), most=OF_A_BATCH)
+            number = self._dealing.number(place)
+            self._spare = self._spare or (item, number)
+            if self._dealing.in_shard(place):
+                if self._dealing.compares:
+                    self.chain.extend(number, item)
+                if self._dealing.is_mine(place):
+                    self._spare = item, number
+                    return item, number
+        return None
+
+    def spare(self) -> tuple[object, int]:
+        """Return a batch again."""
+        if self._spare is None:
+            raise ValueError(
+                message("data", "at least one batch on each process", "none", "FSDP2 needs all to go along.")
+            )
+        return self._spare

@@ -1,0 +1,133 @@
+"""Per-sample gradients of a model in FSDP2: as many passes on each process as the one with most of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from neuromanifold.core.checks import message
+from neuromanifold.persample.accumulate import GradientSums, Pass
+from neuromanifold.persample.accumulate.sharded import ShardedSums
+from neuromanifold.persample.backward import PerSampleBackward
+from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.shards import Shards
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.cotangents import Cotangent, by_position, by_sample
+from neuromanifold.problem.outputs import Outputs
+from neuromanifold.problem.problem import Problem
+from neuromanifold.run.methods import PerSample
+from neuromanifold.run.settings import Settings
+
+T = TypeVar("T")
+
+
+class _Nothing:
+    """Takes gradients of a batch that this process runs only for the others."""
+
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Drop them."""
+
+    def add(self, gradients: list[Tensor | None], made_by: Pass) -> None:
+        """Drop them."""
+
+    def end_pass(self) -> None:
+        """Do nothing."""
+
+
+class Lockstep(PerSample):
+    """Passes through parameters that are gathered from all processes: each takes part in those of the others."""
+
+    def __init__(self, problem: Problem, settings: Settings, shards: Shards, *, tokens: bool) -> None:
+        super().__init__(problem, settings, tokens=tokens, shards=shards)
+        self._shards = shards
+        if settings.granularity == "batch":
+            self.engine.exclude_all()
+            self._mixes = True
+
+    @override
+    def forward(self, batch: Batch) -> Outputs:
+        outputs = super().forward(batch)
+        if not len(outputs.logits):
+            text = message("batch", "of at least one sample", "an empty one")
+            raise ValueError(f"Batch {batch.number} of `data`: {text}")
+        return outputs
+
+    def go_along(self, outputs: Outputs, sums: GradientSums) -> None:
+        """Take part in the passes of the others, without a cotangent of its own."""
+        self._add(outputs, iter([]), sums)
+
+    @override
+    def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+        logits, backward, processes = outputs.logits, self.captured, self._shards.processes
+        assert backward is not None
+        alone = any(processes.gather("alone", bool(backward.uses.remaining and not self._mixes)))
+        apart = any(processes.gather("apart", self._sends_positions_apart(backward)))
+        zeros = torch.zeros_like(logits)
+        for cotangent in self._in_step("cotangent", drawn):
+            whole = zeros if cotangent is None else cotangent.values
+            made_by = Pass() if cotangent is None else self._pass(cotangent, 1.0)
+            pieces = by_position(whole, outputs.valid) if apart else iter([whole])
+            for piece in self._in_step("position", iter([]) if cotangent is None else pieces):
+                self._send(logits, piece, zeros, made_by, backward, sums)
+                if alone:
+                    single = made_by._replace(noise=made_by.sample_noise)
+                    for one in self._in_step("sample", iter([]) if piece is None else by_sample(piece)):
+                        self._send_alone(logits, one, zeros, single, backward, sums)
+
+    @override
+    def verify_late(self, batch: Batch) -> None:
+        """Do nothing: all processes verify the next batch instead."""
+
+    def _send(
+        self,
+        logits: Tensor,
+        piece: Tensor | None,
+        zeros: Tensor,
+        made_by: Pass,
+        backward: PerSampleBackward,
+        sums: GradientSums,
+    ) -> None:
+        """One backward pass, whose gradients come a layer at a time."""
+        sink = self._sink(sums, piece)
+        remaining = backward.uses.remaining
+        with self._shards.streamed(remaining, partial(self._take, sink if self._mixes else _Nothing(), made_by)):
+            backward(logits, zeros if piece is None else piece, sink, made_by, keep_graph=True)
+        sink.end_pass()
+        self.passes += piece is not None
+
+    def _send_alone(
+        self,
+        logits: Tensor,
+        one: Tensor | None,
+        zeros: Tensor,
+        made_by: Pass,
+        backward: PerSampleBackward,
+        sums: GradientSums,
+    ) -> None:
+        """A backward pass of one sample, for parameters without a rule."""
+        sink = self._sink(sums, one)
+        with self._shards.streamed(backward.uses.remaining, partial(self._take, sink, made_by)):
+            backward.remaining_gradients(logits, zeros if one is None else one, backward.uses.remaining)
+        sink.end_pass()
+        self.passes += one is not None
+
+    def _sink(self, sums: GradientSums, piece: Tensor | None) -> Any:
+        return sums if piece is not None or isinstance(sums, ShardedSums) else _Nothing()
+
+    def _take(self, sink: Any, made_by: Pass, i: int, g: Tensor) -> None:
+        gradients: list[Tensor | None] = [None] * len(self.engine.parameters)
+        gradients[i] = g
+        sink.add(gradients, made_by)
+
+    def _in_step(self, what: str, items: Iterator[T]) -> Iterator[T | None]:
+        """Yield items as long as any process has some; None where this one has no more."""
+        while True:
+            item = next(items, None)
+            if not any(self._shards.processes.gather(what, item is not None)):
+                return
+            yield item

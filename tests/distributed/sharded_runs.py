@@ -1,0 +1,217 @@
+"""What processes do with models in FSDP2; each function takes the rank first, and compares with the whole model."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import neuromanifold as nm
+from neuromanifold.persample.gradients import Product
+from neuromanifold.persample.rules import registry
+from tests.distributed import runs
+from tests.language.families import CAUSAL, tokens
+from tests.run.killed_runs import BrokenError
+
+
+def shard(model: Any, parts: list[Any], mesh: Any = None, **options: Any) -> Any:
+    """FSDP2 for some parts of a model, and for the rest of it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    for part in parts:
+        fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def network() -> nn.Sequential:
+    """Odd sizes, which no number of processes divides."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(7, 11), nn.LayerNorm(11), nn.Tanh(), nn.Linear(11, 7))
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), inner, nn.Tanh(), nn.Linear(7, 5))
+
+
+class Scaled(nn.Module):
+    """A use of a parameter that no rule covers: its own square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+        self.matrix = nn.Parameter(torch.randn(7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x @ (self.matrix @ self.matrix).tanh() * self.scale.square()
+        return found
+
+
+def without_rules() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), Scaled(), nn.Tanh(), nn.Linear(7, 5))
+
+
+def compare(found: nm.DiagonalFisher, expected: nm.DiagonalFisher, tolerance: float = 2e-6, noise: bool = True) -> None:
+    """Entries, standard errors, counts and what is said about them."""
+    assert list(found) == list(expected)
+    for name in expected:
+        torch.testing.assert_close(found.sums[name], expected.sums[name], rtol=tolerance, atol=1e-12, msg=name)
+        if noise:
+            torch.testing.assert_close(found.noise[name], expected.noise[name], rtol=1e-4, atol=1e-12, msg=name)
+    ours, theirs = found.provenance, expected.provenance
+    assert (found.count, found.positions, ours.batches) == (expected.count, expected.positions, theirs.batches)
+    assert ours.granularity == theirs.granularity
+    assert (ours.weights, ours.data_fingerprints) == (theirs.weights, theirs.data_fingerprints)
+
+
+def equal(
+    _: int, make: Callable[[], Any], parts: Callable[[Any], list[Any]], data: Any, options: dict[str, Any], **more: Any
+) -> None:
+    """The diagonal of a sharded model against that of the whole one, in this process alone."""
+    expected = nm.fisher_diagonal(make(), data, distributed=False, **options)
+    model = make()
+    shard(model, parts(model))
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    found = nm.fisher_diagonal(model, data, **options)
+    assert type(found).__name__ == "ShardedFisher"
+    local = [t.to_local().shape for t in found.sums.values()]
+    assert local == [p.to_local().shape for p in model.parameters()]
+    compare(found.gathered(), expected, **more)
+    assert all(torch.equal(p.to_local(), before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def middle(model: Any) -> list[Any]:
+    return [model[2]]
+
+
+def estimators(rank: int, number: int, without: bool, several: list[dict[str, Any]]) -> None:
+    for options in several:
+        make = without_rules if without else network
+        equal(rank, make, middle, runs.batches(number), options, noise=not without)
+
+
+def language(_: int, names: list[str], options: dict[str, Any], noise: bool, number: int = 5) -> None:
+    """Causal models, by layers; sequences of other lengths on other processes, the last one alone."""
+    for name in names:
+        make, data = partial(CAUSAL[name], num_hidden_layers=2), sequences()[:number]
+        equal(_, make, layers, data, options, noise=noise and name != "Mixtral")
+
+
+def layers(model: Any) -> list[Any]:
+    return list(model.transformer.h if hasattr(model, "transformer") else model.model.layers)
+
+
+def sequences() -> list[dict[str, Tensor]]:
+    found = []
+    for number, length in enumerate((4, 3, 4, 5, 4)):
+        ids = tokens(2, length, seed=number)
+        labels = ids.clone()
+        labels[0, : number % 3] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def kinds(rank: int) -> None:
+    """Replicas of shards, mixed precision, parameters kept on the CPU, other dimensions, data of their own, traces."""
+    world, data = dist.get_world_size(), runs.batches(7)
+    expected = nm.fisher_diagonal(network(), data, distributed=False)
+
+    def sharded(**options: Any) -> Any:
+        model = network()
+        return shard(model, middle(model), **options)
+
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        compare(nm.fisher_diagonal(sharded(mesh=mesh), data).gathered(), expected)
+    kept = sharded(reshard_after_forward=False)
+    compare(nm.fisher_diagonal(kept, data).gathered(), expected)
+    assert all(hasattr(p, "placements") for p in kept.parameters())
+    columns = sharded(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
+    compare(nm.fisher_diagonal(columns, data).gathered(), expected)
+    low = nm.fisher_diagonal(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data).gathered()
+    assert abs(float(low.trace) / float(expected.trace) - 1) < 0.05
+    assert low.sums["0.weight"].dtype == torch.float32
+    some: dict[str, Any] = {"parameters": ["2.*", "4.bias"]}
+    alone = nm.fisher_diagonal(network(), data, distributed=False, **some)
+    compare(nm.fisher_diagonal(sharded(), data, **some).gathered(), alone)
+    trace = nm.fisher_trace(sharded(), data)
+    of_one = nm.fisher_trace(network(), data, distributed=False)
+    assert abs(trace.value / of_one.value - 1) < 1e-6
+    assert abs(trace.stderr / of_one.stderr - 1) < 1e-6
+    own = nm.fisher_diagonal(sharded(), data[rank::world], distributed="own data").gathered()
+    torch.testing.assert_close(own.sums["0.weight"], expected.sums["0.weight"], rtol=0.5, atol=0)
+    assert own.count == expected.count
+    soon = nm.fisher_diagonal(sharded(), runs.batches(60), rtol=0.08)
+    assert 1 < soon.provenance.batches < 60
+    assert "relative standard error" in soon.provenance.stopped
+    whole = nm.fisher_diagonal(network(), runs.batches(60)[: soon.provenance.batches], distributed=False)
+    torch.testing.assert_close(soon.gathered().sums["2.0.weight"], whole.sums["2.0.weight"], rtol=2e-6, atol=1e-12)
+    assert abs(float(soon.trace) / float(whole.trace) - 1) < 1e-6
+
+
+class Odd(nn.Linear):
+    """A layer of which rank 1 has a wrong rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def wrong_rule(rank: int) -> None:
+    """Twice too large on rank 1 alone: the parameter is left to autograd on all processes."""
+
+    @registry.rule(Odd, extra_dims=True)
+    def odd(call: registry.Call) -> dict[str, Any]:
+        found = registry._RULES[nn.Linear].function(call)
+        if rank == 1 and "weight" in found:
+            product: Any = found["weight"]
+            assert isinstance(product, Product)
+            found["weight"] = Product(2 * product.left, product.right, product.shape)
+        return found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), Odd(7, 5))
+    shard(model, [model[2]])
+    found = nm.fisher_diagonal(model, runs.batches(5))
+    how = found.provenance.granularity
+    assert how == {"0.weight": "sample", "0.bias": "sample", "2.weight": "batch", "2.bias": "sample"}, how
+
+
+def refused(_: int) -> list[str]:
+    """Arguments and models that are refused with a message that names them."""
+    model, found = network(), []
+    shard(model, middle(model))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh, {"0": ColwiseParallel()})
+    partly = network()
+    fully_shard(partly[2], mesh=mesh)
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("passes", model, {"passes": 1.5}),
+        ("checkpoint", model, {"checkpoint": "state"}),
+        ("on_interrupt", model, {"on_interrupt": "return"}),
+        ("distributed", model, {"distributed": False}),
+        ("tensor parallel", parallel, {}),
+        ("whole on each", partly, {}),
+    ]
+    for text, one, options in cases:
+        with pytest.raises(ValueError, match=text):
+            nm.fisher_diagonal(one, runs.batches(3), **options)
+        found.append(text)
+    return found
+
+
+def failing(rank: int) -> None:
+    def data() -> Iterator[Any]:
+        for number, batch in enumerate(runs.batches(40)):
+            if rank == 1 and number == 3:
+                raise BrokenError("no batch 3")
+            yield batch
+
+    model = network()
+    shard(model, middle(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nm.fisher_diagonal(model, data())

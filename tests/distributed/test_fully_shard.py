@@ -1,0 +1,67 @@
+"""Models in FSDP2 give what the whole model gives; verification sees wrong rules on any process."""
+
+from typing import Any
+
+import pytest
+
+import neuromanifold as nm
+from tests.distributed import sharded_runs
+from tests.distributed.launch import outcomes, values
+
+pytestmark = pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
+RANDOM: list[dict[str, Any]] = [{}, {"estimator": nm.MonteCarlo(2)}, {"granularity": "batch"}]
+EXACT: list[dict[str, Any]] = [{"estimator": nm.Exact()}, {"estimator": nm.Empirical()}, {"granularity": "sample"}]
+
+
+def test_two_processes_equal_the_whole_model() -> None:
+    """Five batches: one process runs a batch again for the other's sake."""
+    values(2, sharded_runs.estimators, 5, False, [*RANDOM, *EXACT])
+
+
+def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one() -> None:
+    values(2, sharded_runs.estimators, 3, True, [*RANDOM, *EXACT, {"estimator": nm.SquaredBatchGradient()}])
+
+
+def test_fewer_batches_than_processes() -> None:
+    values(4, sharded_runs.estimators, 3, False, [{}, {"estimator": nm.Exact()}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [False, True])
+def test_four_processes_equal_the_whole_model(without: bool) -> None:
+    values(4, sharded_runs.estimators, 7, without, [*RANDOM, *EXACT])
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_kinds_of_sharding(world: int) -> None:
+    values(world, sharded_runs.kinds)
+
+
+@pytest.mark.parametrize("estimator", [nm.Hutchinson(), nm.Empirical()], ids=str)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_language_models(world: int, estimator: nm.Estimator) -> None:
+    """Squared per token above the last attention; a tied head; routed experts, which have no rule."""
+    names = ["Llama", "GPT-2", "Mixtral"]
+    values(world, sharded_runs.language, names, {"estimator": estimator}, estimator.needs_labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), [(2, "Llama"), (2, "Mixtral"), (4, "Llama")])
+def test_exact_language_models(world: int, name: str) -> None:
+    values(world, sharded_runs.language, [name], {"estimator": nm.Exact()}, False, 3)
+
+
+def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:
+    values(2, sharded_runs.wrong_rule)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    for found in values(2, sharded_runs.refused):
+        assert found == ["passes", "checkpoint", "on_interrupt", "distributed", "tensor parallel", "whole on each"]
+
+
+def test_an_error_on_one_process_ends_the_other() -> None:
+    found = outcomes(2, sharded_runs.failing)
+    assert found[1] == (False, "BrokenError: no batch 3")
+    assert not found[0][0]
+    assert "Rank 1 of 2 has failed" in found[0][1] or "died" in found[0][1]
