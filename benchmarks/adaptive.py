@@ -1,32 +1,35 @@
 """Adaptive passes: error against measured cost, and the coverage of intervals, on trained networks.
 
     python benchmarks/adaptive.py digits
-    python benchmarks/adaptive.py cifar --images DIR/data.npz        two networks, which are trained first, on a GPU
     python benchmarks/adaptive.py residual --images DIR/data.npz     a small one, trained in minutes on a CPU; or: vgg
     python benchmarks/adaptive.py text --model DIR/pairs             a folder with model/ and data.csv
+    python benchmarks/adaptive.py gpu --data DIR --budget 200        two networks on images and one on pairs of texts,
+                                                                     all trained first; files of `--pack`
+    python benchmarks/adaptive.py text --model DIR/pairs --pack DIR  writes DIR/pairs: small enough to travel
     python benchmarks/adaptive.py --figure                           docs/images/adaptive.png from the results
 
-Cost: time of a run over that of forward + backward of the same batches, taking turns, medians over the seeds
-(wall-clock on a GPU, processor time on a CPU).  It is the time of all batches minus that of half of them, so that what
-a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F by nm.Exact().
-Stated: what the result says of Σ error / Σ F.
+Cost: time of a run over that of forward + backward of the same batches, taking turns, medians over the turns
+(wall-clock on a GPU, processor time on a CPU).  It is the time of two windows of batches minus that of the first of
+them, so that what a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F
+by nm.Exact().  Stated: what the result says of Σ error / Σ F.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import statistics
+import time
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from adaptive_networks import LARGE, SMALL, Case, digits, pack, packed, small_network, text, trained_images
 from common import RESULTS, forward_backward, keep, setting, table
 from common import seconds as seconds_of
 from torch import Tensor, nn
@@ -39,226 +42,13 @@ LEVEL = 0.95
 ROUNDING = 2e-4  # of float32 sums in another order
 
 
-class Case(NamedTuple):
-    """A trained network and data; `rare` marks entries to which at most two samples contribute."""
-
-    name: str
-    model: nn.Module
-    batches: list[Any]
-    embeddings: tuple[str, ...] = ()
-    rare: Mapping[str, Tensor] = {}
-
-
-def estimators() -> dict[str, dict[str, Any]]:
-    """Name: arguments of nm.fisher_diagonal."""
-    found: dict[str, dict[str, Any]] = {ONE: {"estimator": nm.Hutchinson()}}
-    found |= {f"orthogonal, {m} passes": {"estimator": nm.Hutchinson(m)} for m in (2, 4)}
-    found |= {f"peeled, {m} passes": {"estimator": nm.Hutchinson(m, deflate=8)} for m in (2, 4)}
-    return found | {f"adaptive, {cost:g}": {"passes": cost} for cost in COSTS}
-
-
-# ---------------------------------------------------------------------------------------------------------- networks
-
-
-def digits(size: int = 512) -> list[Case]:
-    """A convolutional network on scikit-learn's digits, after 0, 6 and 40 epochs, with its training images."""
-    from neuromanifold.experiments.digits import TRAINING, load_digits
-
-    images, labels = load_digits()
-    images, labels = images[:TRAINING], labels[:TRAINING]
-    cases = []
-    for epochs in (0, 6, 40):
-        torch.manual_seed(0)
-        convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
-        model = nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
-        train(model, images, labels, epochs, batch=32)
-        cases.append(Case(f"digits, {epochs} epochs", model, batches_of(images, labels, TRAINING, size)))
-    return cases
-
-
-def batches_of(images: Tensor, labels: Tensor, samples: int, size: int = 64) -> list[Any]:
-    """The first samples in batches."""
-    return [(images[i : i + size], labels[i : i + size]) for i in range(0, samples, size)]
-
-
-class Residual(nn.Module):
-    """Convolutions with identity around them, as in a small ResNet; 0.9 M parameters."""
-
-    def __init__(self, width: int = 32, blocks: int = 3) -> None:
-        super().__init__()
-        self.first = _convolution(3, width)
-        stages, channels = [], width
-        for stage in range(3):
-            outs = width * 2**stage
-            stages += [nn.Sequential(_convolution(channels, outs, 2 if stage else 1), nn.ReLU())]
-            stages += [
-                _Identity(nn.Sequential(_convolution(outs, outs), nn.ReLU(), _convolution(outs, outs)))
-                for _ in range(blocks - 1)
-            ]
-            channels = outs
-        self.stages, self.head = nn.Sequential(*stages), nn.Linear(channels, 10)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        logits: Tensor = self.head(self.stages(self.first(x).relu()).mean((2, 3)))
-        return logits
-
-
-class _Identity(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.inner(x)).relu()
-
-
-def _convolution(ins: int, outs: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(ins, outs, 3, stride, 1, bias=False), nn.BatchNorm2d(outs))
-
-
-def vgg() -> nn.Module:
-    """Thirteen convolutions and a linear layer; 14.7 M parameters."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for outs in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512):
-        layers += [_convolution(channels, outs), nn.ReLU()] if outs else [nn.MaxPool2d(2)]
-        channels = outs or channels
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
-
-def small_residual(width: int = 24) -> nn.Module:
-    """Fourteen convolutions with identities around pairs of them; 0.5 M parameters."""
-    layers: list[nn.Module] = [_convolution(3, width, 2), nn.ReLU()]
-    channels = width
-    for stage in range(3):
-        outs = width * 2**stage
-        layers += [_convolution(channels, outs, 2 if stage else 1), nn.ReLU()]
-        layers += [
-            _Identity(nn.Sequential(_convolution(outs, outs), nn.ReLU(), _convolution(outs, outs))) for _ in "ab"
-        ]
-        channels = outs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
-
-
-def small_vgg() -> nn.Module:
-    """Seven convolutions and a linear layer; 1.2 M parameters."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for outs in (32, 0, 64, 64, 0, 128, 128, 0, 256, 256):
-        layers += [*_convolution(channels, outs), nn.ReLU()] if outs else [nn.MaxPool2d(2)]
-        channels = outs or channels
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
-
-
-SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epochs, learning rate
-    "residual": (small_residual, 24, 0.1),
-    "vgg": (small_vgg, 20, 0.05),
-}
-
-
-def small_network(name: str, path: Path, weights: Path, samples: int, size: int) -> list[Case]:
-    """A network that is trained on the first 4,096 images until it knows them, with the first `samples` of these."""
-    images, labels = images_and_labels(path)
-    torch.manual_seed(0)
-    make, epochs, rate = SMALL[name]
-    model, file = make(), weights / f"{name}.pt"
-    if not file.exists():
-        train(model, images[:4096], labels[:4096], epochs, rate=rate, shift=False)
-        torch.save(model.state_dict(), file)
-    model.load_state_dict(torch.load(file))
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    title = f"small {name} network, {millions:.2f} M, {samples} of the 4,096 images that it was trained on"
-    return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
-
-
-def images_and_labels(path: Path) -> tuple[Tensor, Tensor]:
-    """Images [N, 3, 32, 32], about standardised, and labels [N]."""
-    import numpy as np
-
-    data = np.load(path)
-    images = torch.as_tensor(data["images"]).permute(0, 3, 1, 2).float().div_(255).sub_(0.47).div_(0.25)
-    return images, torch.as_tensor(data["labels"]).long()
-
-
-def cifar(path: Path, device: torch.device, epochs: int, samples: int, size: int) -> list[Case]:
-    """Two networks, trained on all but 1,000 of the images, with the first `samples` of these."""
-    images, labels = (one.to(device) for one in images_and_labels(path))
-    cases = []
-    for name, make in (("residual network", Residual), ("VGG-like network", vgg)):
-        torch.manual_seed(0)
-        model = make().to(device)
-        train(model, images[:-1000], labels[:-1000], epochs)
-        with torch.no_grad():
-            right = [float((model(x[i]).argmax(-1) == y[i]).float().mean()) for x, y, i in _ends(images, labels)]
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
-        title = f"{name}, {millions:.2f} M, accuracy {right[0]:.3f} in training, {right[1]:.3f} on other images"
-        cases.append(Case(title, model, batches_of(images, labels, samples, size)))
-    return cases
-
-
-def _ends(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
-    return [(images, labels, slice(0, 1000)), (images, labels, slice(-1000, None))]
-
-
-def train(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    epochs: int,
-    batch: int = 128,
-    rate: float | None = None,
-    shift: bool = True,
-) -> None:
-    """Stochastic gradient descent with momentum, one cycle; images are shifted by up to an eighth, and mirrored."""
-    size, rate = images.shape[-1], rate or (0.1 if images.shape[1] == 3 else 0.02)
-    steps = epochs * (len(labels) // batch)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(1, steps))
-    model.train()
-    for _ in range(epochs):
-        for rows in torch.randperm(len(labels), device=labels.device).split(batch):
-            if len(rows) < batch:
-                continue
-            x = images[rows]
-            if images.shape[1] == 3:
-                if shift:
-                    x = nn.functional.pad(x, (size // 8,) * 4)
-                    i, j = torch.randint(0, size // 4 + 1, (2,)).tolist()
-                    x = x[..., i : i + size, j : j + size]
-                x = x.flip(-1) if bool(torch.rand(()) < 0.5) else x
-            optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(model(x), labels[rows]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-    model.eval()
-
-
-def text(path: Path, device: torch.device, samples: int, size: int) -> list[Case]:
-    """A sentence classifier of transformers with its own data, in batches padded to their longest text."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path / "model")
-    model = AutoModelForSequenceClassification.from_pretrained(path / "model", dtype=torch.float32).to(device).eval()
-    with (path / "data.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))[:samples]
-    batches = []
-    for i in range(0, len(rows), size):
-        part = rows[i : i + size]
-        pairs = [[row["text"] for row in part]]
-        pairs += [[row["text_pair"] for row in part]] if "text_pair" in part[0] else []
-        made = tokenizer(*pairs, padding=True, truncation=True, max_length=128, return_tensors="pt").to(device)
-        batches.append({**made, "labels": torch.tensor([int(row["label"]) for row in part], device=device)})
-    names = [name for name, _ in model.named_parameters() if "word_embeddings" in name]
-    words = torch.zeros(model.get_input_embeddings().num_embeddings, device=device)
-    for batch in batches:
-        for ids in batch["input_ids"]:
-            words[ids.unique()] += 1
-    rare = dict.fromkeys(names, ((words > 0) & (words <= 2))[:, None])
-    everywhere = tuple(name for name, _ in model.named_parameters() if "embeddings" in name)
-    return [Case(f"{path.name}, {len(rows)} texts", model, batches, everywhere, rare)]
-
-
-# ------------------------------------------------------------------------------------------------------- measurements
+def estimators(window: int = 16, costs: Iterable[float] = COSTS, classes: int = 10) -> dict[str, nm.Estimator]:
+    """Name: estimator; of probes for all samples those that differ from the exact metric."""
+    found: dict[str, nm.Estimator] = {ONE: nm.Hutchinson()}
+    few = [m for m in (2, 4) if m <= max(2, classes - 1)]
+    found |= {f"orthogonal, {m} passes": nm.Hutchinson(m) for m in few}
+    found |= {f"peeled, {m} passes": nm.Hutchinson(m, deflate=8) for m in few if m < classes - 1}
+    return found | {f"adaptive, {cost:g}": nm.Adaptive(cost, window=window) for cost in costs}
 
 
 class Found(NamedTuple):
@@ -307,50 +97,75 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     return results[0], taken.wall if device.type == "cuda" else taken.cpu
 
 
-def measure(case: Case, seeds: int, device: torch.device) -> tuple[str, dict[str, Any]]:
-    """One network: a table, and its numbers."""
-    exact = nm.fisher_diagonal(case.model, case.batches, nm.Exact(), seed=0)
-    runs: dict[str, list[nm.DiagonalFisher]] = {name: [] for name in estimators()}
-    seconds: dict[tuple[str, bool], list[float]] = {}
-    for seed, (name, half) in product(range(seeds), product([PLAIN, *estimators()], (True, False))):
-        batches = case.batches[: len(case.batches) // 2] if half else case.batches
-        call: Callable[[], Any] = partial(forward_backward, case.model, batches)
-        if name != PLAIN:
-            call = partial(nm.fisher_diagonal, case.model, batches, seed=seed, **estimators()[name])
-        found, taken = timed(call, device)
-        seconds.setdefault((name, half), []).append(taken)
-        if name != PLAIN and not half:
-            runs[name].append(found)
-    slopes = {
-        name: statistics.median(seconds[name, False]) - statistics.median(seconds[name, True])
-        for name in [PLAIN, *runs]
-    }
-    rows, numbers = [], []
-    for name in estimators():
-        compared = [compare(case, one, exact) for one in runs[name]]
-        mean = Found(*(statistics.fmean(values) for values in zip(*compared, strict=True)))
-        cost, left_out = slopes[name] / slopes[PLAIN], runs[name][0].provenance.left_out
-        numbers.append({"name": name, "cost": cost, "left out": left_out, **mean._asdict()})
-        rest = [f"{mean.without_embeddings:.4f}"] if case.embeddings else []
-        rare = [f"{100 * mean.rare:.1f} %"] if case.rare else []
-        shown = [f"{100 * mean.coverage:.1f} %", *rare, f"{mean.width:.3f}", str(left_out)]
-        errors = [f"{mean.error:.4f}", *rest, f"{mean.total:.4f}", f"{mean.stated:.4f}"]
-        rows.append([name, f"{cost:.2f}", *errors, *shown])
-        print(" · ".join(rows[-1]), flush=True)
+def measure(
+    case: Case, seeds: int, turns: int, device: torch.device, until: float = math.inf, costs: Iterable[float] = COSTS
+) -> dict[str, Any]:
+    """One network: numbers for each estimator, of as many turns as there is time for, and of one at least."""
+    window = len(case.batches) // 2
     with torch.no_grad():
-        peaks = [_logits(case.model, batch).softmax(-1).amax(-1).mean() for batch in case.batches]
-    peak = float(torch.stack(peaks).mean())
-    header = ["", "measured cost", "error"] + (["without embeddings"] if case.embeddings else [])
-    header += [
-        "Σ error / Σ F",
-        "stated",
-        "covered",
-        *(["of one or two samples"] if case.rare else []),
-        "median width",
-        "left out",
-    ]
-    title = f"## {case.name}\n\nMean largest probability {peak:.4f}; {len(case.batches)} batches; {seeds} seeds."
-    return f"{title}\n\n{table(header, rows)}", {"name": case.name, "peak": peak, "rows": numbers}
+        logits = torch.cat([_logits(case.model, batch) for batch in case.batches])
+    given = estimators(window, costs, classes=logits.shape[-1])
+    exact = nm.fisher_diagonal(case.model, case.batches, nm.Exact(), seed=0)
+    found: dict[str, list[Found]] = {name: [] for name in given}
+    seconds: dict[str, list[float]] = {name: [] for name in (PLAIN, *given)}
+    left_out: dict[str, int] = {}
+    turn, begun = 0, time.perf_counter()
+    while turn < max(1, turns):
+        taken = (time.perf_counter() - begun) / max(1, turn)
+        if turn and time.perf_counter() + taken > until:
+            break
+        for name, estimator in {PLAIN: None, **given}.items():
+            both = []
+            for batches in (case.batches[:window], case.batches[: 2 * window]):
+                call: Callable[[], Any] = partial(forward_backward, case.model, batches)
+                if estimator is not None:
+                    call = partial(nm.fisher_diagonal, case.model, batches, estimator, seed=turn)
+                result, cost = timed(call, device)
+                both.append(cost)
+            seconds[name].append(both[1] - both[0])
+            if estimator is not None and turn < seeds:
+                if len(case.batches) > 2 * window:  # an odd number
+                    result = nm.fisher_diagonal(case.model, case.batches, estimator, seed=turn)
+                found[name].append(compare(case, result, exact))
+                left_out[name] = result.provenance.left_out
+        turn += 1
+    rows, plain = [], seconds[PLAIN]
+    for name in given:
+        mean = Found(*(statistics.fmean(values) for values in zip(*found[name], strict=True)))
+        ratios = [own / other for own, other in zip(seconds[name], plain, strict=True)]
+        cost = statistics.median(seconds[name]) / statistics.median(plain)
+        spread = (max(ratios) - min(ratios)) / 2
+        rows.append({"name": name, "cost": cost, "spread": spread, "left out": left_out[name], **mean._asdict()})
+    return {
+        "name": case.name,
+        "peak": float(logits.softmax(-1).amax(-1).mean()),
+        "batches": [len(case.batches), window],
+        "seeds": len(found[ONE]),
+        "turns": turn,
+        "seconds": statistics.median(plain),
+        "embeddings": bool(case.embeddings),
+        "words": bool(case.rare),
+        "rows": rows,
+    }
+
+
+def shown(numbers: dict[str, Any]) -> str:
+    """The table of a network."""
+    embeddings, words = numbers["embeddings"], numbers["words"]
+    header = ["", "measured cost", "error"] + (["without embeddings"] if embeddings else [])
+    header += ["Σ error / Σ F", "stated", "covered", *(["of one or two samples"] if words else [])]
+    header += ["median width", "left out"]
+    rows = []
+    for row in numbers["rows"]:
+        errors = [row["error"], *([row["without_embeddings"]] if embeddings else []), row["total"], row["stated"]]
+        shares = [row["coverage"], *([row["rare"]] if words else [])]
+        texts = [f"{row['cost']:.2f} ± {row['spread']:.2f}", *(f"{one:.4f}" for one in errors)]
+        texts += [*(f"{100 * one:.1f} %" for one in shares), f"{row['width']:.4f}", str(row["left out"])]
+        rows.append([row["name"], *texts])
+    (many, window), seeds, turns = numbers["batches"], numbers["seeds"], numbers["turns"]
+    about = f"Mean largest probability {numbers['peak']:.4f}; {many} batches in windows of {window}; {seeds} seeds; "
+    about += f"times of {turns} turns, ± half their range; forward + backward of a window {numbers['seconds']:.3f} s."
+    return f"## {numbers['name']}\n\n{about}\n\n{table(header, rows)}"
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
@@ -359,6 +174,31 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
         return logits
     output: Tensor = model(batch[0])
     return output
+
+
+def on_a_gpu(options: argparse.Namespace, device: torch.device, write: Callable[[dict[str, Any]], None]) -> None:
+    """Train and measure three networks, each within its share of the seconds that are left; what fails is said."""
+    end = time.perf_counter() + options.budget
+    quick = device.type == "cpu"
+    names = [*LARGE, "pairs"]
+    for left, name in zip(range(len(names), 0, -1), names, strict=True):
+        until = time.perf_counter() + (end - time.perf_counter()) / left
+        try:
+            if name in LARGE:
+                torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+                given = name, options.data / "images.npz", device, options.epochs
+                (case,) = trained_images(*given, *((8, 4) if quick else (8192, 0)))
+            else:
+                (case,) = packed(options.data / name, device, *((16, 4, 0) if quick else (7168, 448, 6)))
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            print(f"{name} is ready, {end - time.perf_counter():.0f} s left", flush=True)
+            write(measure(case, options.seeds, options.turns, device, until, (1.0,) if quick else COSTS))
+        except Exception:
+            traceback.print_exc()
+        print(f"{name} is done, {end - time.perf_counter():.0f} s left", flush=True)
+        case = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def figure() -> None:
@@ -391,38 +231,51 @@ def figure() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["digits", "cifar", *SMALL, "text"])
+    parser.add_argument("what", nargs="?", choices=["digits", "gpu", *SMALL, "text"])
     parser.add_argument("--images", type=Path, help="data.npz with images [N, 32, 32, 3] and labels")
     parser.add_argument("--model", type=Path, help="a folder with model/ and data.csv")
+    parser.add_argument("--data", type=Path, help="a folder with images.npz and pairs/")
+    parser.add_argument("--pack", type=Path, help="write the model and the data in two small files into this folder")
     parser.add_argument("--weights", type=Path, default=Path("/tmp"), help="where trained networks are kept")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=5, help="how often each run is timed")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further turn begins")
     parser.add_argument("--figure", action="store_true")
     options = parser.parse_args()
     if options.figure:
         return figure()
+    if options.pack:
+        return pack(options.model, options.pack / options.model.name, options.samples)
     warnings.simplefilter("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() and options.what != "digits" else "cpu")
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
+    name = options.model.name if options.what == "text" else options.what
+    command = f"python benchmarks/adaptive.py {options.what} --batch {options.batch} --samples {options.samples} "
+    command += f"--seeds {options.seeds} --turns {options.turns}"
+    if options.what == "gpu":
+        command = f"python benchmarks/adaptive.py gpu --budget {options.budget:g} --seeds {options.seeds}"
+    numbers: list[dict[str, Any]] = []
+
+    def write(one: dict[str, Any]) -> None:
+        numbers.append(one)
+        parts = ["# Adaptive passes: error against measured cost", setting(command, device), *map(shown, numbers)]
+        keep(f"adaptive-{name}", "\n\n".join(parts), options.out)
+        (options.out / f"adaptive-{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+
+    if options.what == "gpu":
+        return on_a_gpu(options, device, write)
     if options.what == "digits":
         cases = digits(options.batch)
     elif options.what in SMALL:
         cases = small_network(options.what, options.images, options.weights, options.samples, options.batch)
-    elif options.what == "cifar":
-        cases = cifar(options.images, device, options.epochs, options.samples, options.batch)
     else:
-        cases = text(options.model, device, options.samples, options.batch)
-    name = options.model.name if options.what == "text" else options.what
-    command = f"python benchmarks/adaptive.py {options.what} --batch {options.batch} --samples {options.samples} "
-    command += f"--seeds {options.seeds}"
-    parts, numbers = ["# Adaptive passes: error against measured cost", setting(command, device)], []
+        cases = text(options.model, device, options.samples, options.batch, 8)
     for case in cases:
-        shown, found = measure(case, options.seeds, device)
-        parts, numbers = [*parts, shown], [*numbers, found]
-        keep(f"adaptive-{name}", "\n\n".join(parts))
-        (RESULTS / f"adaptive-{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+        write(measure(case, options.seeds, options.turns, device))
     return None
 
 

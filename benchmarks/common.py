@@ -208,11 +208,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def keep(name: str, text: str) -> None:
-    """Print a result and write it to benchmarks/results/NAME.md."""
+def keep(name: str, text: str, folder: Path = RESULTS) -> None:
+    """Print a result and write it to NAME.md, usually in benchmarks/results."""
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text + "\n")
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / f"{name}.md").write_text(text + "\n")
 
 
 if __name__ == "__main__":

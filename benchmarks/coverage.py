@@ -22,6 +22,8 @@ from typing import Any
 
 import adaptive
 import torch
+from adaptive_networks import Case, batches_of, text
+from adaptive_networks import digits as trained_digits
 from common import keep, setting, table
 
 import neuromanifold as nm
@@ -34,10 +36,10 @@ LAYERS = {
 RESNET = ("*stages.3.layers.2.*", "*classifier*")
 
 
-def digits(samples: int, size: int) -> list[tuple[adaptive.Case, Any]]:
+def digits(samples: int, size: int) -> list[tuple[Case, Any]]:
     """The networks of adaptive.py, with entries to which few samples contribute found one sample at a time."""
-    found: list[tuple[adaptive.Case, Any]] = []
-    for case in adaptive.digits(size)[1:]:
+    found: list[tuple[Case, Any]] = []
+    for case in trained_digits(size)[1:]:
         images, labels = (torch.cat(parts)[:samples] for parts in zip(*case.batches, strict=True))
         singles = [
             nm.fisher_diagonal(case.model, [(x[None], y[None])], nm.Exact())
@@ -47,13 +49,13 @@ def digits(samples: int, size: int) -> list[tuple[adaptive.Case, Any]]:
         for name in singles[0]:
             each = torch.stack([one[name].double() for one in singles])
             rare[name] = each.sum(0).square() <= 2 * each.square().sum(0)
-        found.append((case._replace(batches=adaptive.batches_of(images, labels, samples, size), rare=rare), None))
+        found.append((case._replace(batches=batches_of(images, labels, samples, size), rare=rare), None))
     return found
 
 
-def texts(path: Path, samples: int, size: int, layers: Any) -> list[tuple[adaptive.Case, Any]]:
+def texts(path: Path, samples: int, size: int, layers: Any) -> list[tuple[Case, Any]]:
     """A sentence classifier, without the embeddings of words that do not occur."""
-    (case,) = adaptive.text(path, torch.device("cpu"), samples, size)
+    (case,) = text(path, torch.device("cpu"), samples, size)
     words = torch.cat([batch["input_ids"].flatten() for batch in case.batches]).unique()
     embedding: Any = case.model.get_input_embeddings()  # type: ignore[operator]
     assert embedding.padding_idx in (None, 0)  # which stays the first
@@ -64,7 +66,7 @@ def texts(path: Path, samples: int, size: int, layers: Any) -> list[tuple[adapti
     return [(case._replace(rare={name: rare[words] for name, rare in case.rare.items()}), layers)]
 
 
-def resnet50(path: Path, samples: int, size: int) -> list[tuple[adaptive.Case, Any]]:
+def resnet50(path: Path, samples: int, size: int) -> list[tuple[Case, Any]]:
     """Images of 32 × 32 pixels, as they are, and a head with 100 classes that is not trained."""
     import numpy as np
     from transformers import AutoModelForImageClassification
@@ -76,14 +78,14 @@ def resnet50(path: Path, samples: int, size: int) -> list[tuple[adaptive.Case, A
     images = (torch.as_tensor(data["images"][:samples]).permute(0, 3, 1, 2) * how["rescale"] - mean) / std
     labels = torch.as_tensor(data["labels"][:samples]).long()
     batches = [{"pixel_values": images[i : i + size], "labels": labels[i : i + size]} for i in range(0, samples, size)]
-    return [(adaptive.Case(f"ResNet-50, {samples} images", model, batches), RESNET)]
+    return [(Case(f"ResNet-50, {samples} images", model, batches), RESNET)]
 
 
 @dataclass
 class Selected:
     """Only some parameters of a network, in every call."""
 
-    case: adaptive.Case
+    case: Case
     parameters: Any
     exact: nm.DiagonalFisher
 
@@ -103,7 +105,7 @@ def estimators(few_classes: bool) -> dict[str, dict[str, Any]]:
     return found | {f"adaptive, {cost:g}": {"passes": cost} for cost in (0.7, 1.0, 1.2, 1.5)}
 
 
-def measure(case: adaptive.Case, layers: Any, seeds: int) -> str:
+def measure(case: Case, layers: Any, seeds: int) -> str:
     """A table for one network."""
     exact = nm.fisher_diagonal(case.model, case.batches, nm.Exact(), parameters=layers)
     probed = Selected(case, layers, exact)

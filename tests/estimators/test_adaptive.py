@@ -18,6 +18,7 @@ from neuromanifold.estimators.adaptive import (
     Scores,
     allocate,
     chosen,
+    groups,
     in_full_groups,
     pays,
     score,
@@ -48,9 +49,10 @@ def peaked(n: int, c: int, seed: int = 0) -> nm.Categorical:
 # ---------------------------------------------------------------------------------------------------- allocation
 
 
-def least_variance(noise: Tensor, fisher: Tensor, passes: Tensor, cost: float) -> Tensor:
-    """The least Σ (2S² + F²)/π - F² over 0 < π <= 1 with Σ π(1 + 2m) <= cost, for given passes [choices, n]."""
-    amount, price = 2 * noise + fisher, 1 + 2 * passes
+def least_loss(noise: Tensor, scores: Scores, passes: Tensor, cost: float) -> Tensor:
+    """The least Σ ((2S² + F²)/π - F²)/t over 0 < π <= 1 with Σ π(1 + 2m) <= cost, for given passes [choices, n]."""
+    fisher, price = scores.fisher / scores.trace, 1 + 2 * passes
+    amount = 2 * noise / scores.trace + fisher
 
     def keep(at: Tensor) -> Tensor:
         return (amount / (at[:, None] * price)).sqrt().clamp(max=1)
@@ -65,7 +67,7 @@ def least_variance(noise: Tensor, fisher: Tensor, passes: Tensor, cost: float) -
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("n", "c"), [(1, 4), (3, 3), (4, 5), (5, 4)])
-def test_no_other_allocation_of_the_same_cost_has_less_variance(n: int, c: int, seed: int) -> None:
+def test_no_other_allocation_of_the_same_cost_has_less_loss(n: int, c: int, seed: int) -> None:
     """Brute force over all numbers of passes, with the best π for each, but for 5 %: several passes with π < 1.
 
     Twin: the same number of passes for all.
@@ -76,11 +78,13 @@ def test_no_other_allocation_of_the_same_cost_has_less_variance(n: int, c: int, 
     noise = scores.noise[torch.arange(n), choices]
     for budget in torch.linspace(0.3, 2 * c - 1, 12)[:-1].tolist():
         found = allocate(scores, budget * n)
-        claimed, cost = found.variance(scores), found.cost
+        one_by_one = [found._replace(keep=torch.where(torch.arange(n) == i, found.keep, 0)) for i in range(n)]
+        claimed = sum(one.variance(scores) / float(t) for one, t in zip(one_by_one, scores.trace, strict=True))
+        cost = found.cost
         assert 0 < cost <= budget * n * (1 + 1e-12)
-        least = least_variance(noise, scores.fisher, scores.passes[choices], cost)
+        least = least_loss(noise, scores, scores.passes[choices], cost)
         assert claimed + found.price * cost <= (float(least.min()) + found.price * cost) * 1.01
-        assert claimed <= float(least.min()) * 1.05 + 1e-12 * float(scores.fisher.max())
+        assert claimed <= float(least.min()) * 1.05 + 1e-12 * float(scores.trace.max())
         same = (choices == choices[:, :1]).all(1)
         better += bool((claimed < 0.9 * least[same]).all())
     assert better or n == 1
@@ -95,7 +99,7 @@ def test_the_budget_is_spent_but_not_exceeded() -> None:
         assert found.price < before
         before = found.price
         assert bool(((found.keep == 1) | (found.passes == 1)).all())  # several passes only for those always kept
-        torch.testing.assert_close(found.keep, (scores.trace / math.sqrt(found.price)).clamp(max=1))
+        torch.testing.assert_close(found.keep, (scores.trace / found.price).sqrt().clamp(max=1))
 
 
 def test_everything_is_exact_where_the_budget_allows() -> None:
@@ -322,6 +326,20 @@ def test_inclusion_probabilities_are_exact(keep: list[float], monkeypatch: pytes
         kept = kept_by_start(pi, 64, monkeypatch, seed)
         assert kept.mean(0).tolist() == keep
         assert set(kept.sum(1).tolist()) <= {math.floor(pi.sum()), math.ceil(pi.sum())}
+
+
+def test_groups_of_samples_with_as_many_passes() -> None:
+    for passes, size, expected in (
+        ([3, 3, 2, 1], 8, [2, 2]),  # two samples of eight are enough
+        ([3, 2, 2, 2, 2, 1, 1], 8, [5, 2]),  # the first one alone is not
+        ([2] * 9 + [1] * 9, 8, [8, 8, 2]),
+        ([1] * 17, 8, [8, 8, 1]),
+        ([5, 4, 3], 1, [1, 1, 1]),
+        ([], 4, []),
+    ):
+        found = groups(torch.tensor(passes).double(), size)
+        assert found == expected
+        assert sum(found) == len(passes)
 
 
 def test_every_second_sample_is_not_kept_or_left_out_together() -> None:

@@ -25,6 +25,7 @@ from neuromanifold.estimators.adaptive import (
     Scores,
     allocate,
     chosen,
+    groups,
     in_full_groups,
     pays,
     score,
@@ -122,7 +123,8 @@ class AdaptiveSteps:
             for some in (own[sure], own[~sure]):
                 if len(some):
                     order = (allocation.passes[some] + allocation.keep[some]).argsort(descending=True, stable=True)
-                    for group in torch.split(some[order], max(1, *(window[b].samples for b in numbers))):
+                    sizes = groups(allocation.passes[some[order]], max(1, *(window[b].samples for b in numbers)))
+                    for group in torch.split(some[order], sizes):
                         self._run_group(group.sort().values, scores, allocation, window)
 
     def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Scored]) -> None:
@@ -131,8 +133,8 @@ class AdaptiveSteps:
         Their number is the one that is best for the group.
         """
         keep = allocation.keep[group]
-        noise = (scores.noise[group] / keep[:, None]).sum(0) + allocation.price * len(group) * scores.passes
-        passes = int(scores.passes[noise.argmin()])
+        noise = (scores.noise[group] / (keep * scores.trace[group])[:, None]).sum(0)
+        passes = int(scores.passes[(noise + allocation.price * len(group) * scores.passes).argmin()])
         bounds = torch.tensor([0, *(one.samples for one in window)]).cumsum(0)
         parts, expected = [], []
         for start, stop, one in zip(bounds, bounds[1:], window, strict=False):

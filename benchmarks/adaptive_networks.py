@@ -1,0 +1,336 @@
+"""Trained networks and their data, for the benchmarks of adaptive passes and of intervals.
+
+digits           a convolutional network on scikit-learn's digits
+small_network    two small networks on CIFAR-10 images, trained in minutes on a CPU
+trained_images   two larger ones, trained in seconds on a GPU
+text             a folder with model/ and data.csv, as the tools for real data write it
+pack, packed     such texts in two small files for a machine without a network; the model is trained there
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Case(NamedTuple):
+    """A trained network and data; `rare` marks entries to which at most two samples contribute."""
+
+    name: str
+    model: nn.Module
+    batches: list[Any]
+    embeddings: tuple[str, ...] = ()
+    rare: Mapping[str, Tensor] = {}
+
+
+def digits(size: int = 512) -> list[Case]:
+    """A convolutional network on scikit-learn's digits, after 0, 6 and 40 epochs, with its training images."""
+    from neuromanifold.experiments.digits import TRAINING, load_digits
+
+    images, labels = load_digits()
+    images, labels = images[:TRAINING], labels[:TRAINING]
+    cases = []
+    for epochs in (0, 6, 40):
+        torch.manual_seed(0)
+        convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
+        model = nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
+        train(model, images, labels, epochs, batch=32)
+        cases.append(Case(f"digits, {epochs} epochs", model, batches_of(images, labels, TRAINING, size)))
+    return cases
+
+
+def batches_of(images: Tensor, labels: Tensor, samples: int, size: int = 64) -> list[Any]:
+    """The first samples in batches."""
+    return [(images[i : i + size], labels[i : i + size]) for i in range(0, samples, size)]
+
+
+class Residual(nn.Module):
+    """Convolutions with identity around them, as in a small ResNet; 0.9 M parameters."""
+
+    def __init__(self, width: int = 32, blocks: int = 3) -> None:
+        super().__init__()
+        self.first = _convolution(3, width)
+        stages, channels = [], width
+        for stage in range(3):
+            outs = width * 2**stage
+            stages += [nn.Sequential(_convolution(channels, outs, 2 if stage else 1), nn.ReLU())]
+            stages += [
+                _Identity(nn.Sequential(_convolution(outs, outs), nn.ReLU(), _convolution(outs, outs)))
+                for _ in range(blocks - 1)
+            ]
+            channels = outs
+        self.stages, self.head = nn.Sequential(*stages), nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        logits: Tensor = self.head(self.stages(self.first(x).relu()).mean((2, 3)))
+        return logits
+
+
+class _Identity(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.inner(x)).relu()
+
+
+def _convolution(ins: int, outs: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(ins, outs, 3, stride, 1, bias=False), nn.BatchNorm2d(outs))
+
+
+def vgg() -> nn.Module:
+    """Thirteen convolutions and a linear layer; 14.7 M parameters."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for outs in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512):
+        layers += [_convolution(channels, outs), nn.ReLU()] if outs else [nn.MaxPool2d(2)]
+        channels = outs or channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def small_residual(width: int = 24) -> nn.Module:
+    """Fourteen convolutions with identities around pairs of them; 0.5 M parameters."""
+    layers: list[nn.Module] = [_convolution(3, width, 2), nn.ReLU()]
+    channels = width
+    for stage in range(3):
+        outs = width * 2**stage
+        layers += [_convolution(channels, outs, 2 if stage else 1), nn.ReLU()]
+        layers += [
+            _Identity(nn.Sequential(_convolution(outs, outs), nn.ReLU(), _convolution(outs, outs))) for _ in "ab"
+        ]
+        channels = outs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+def small_vgg() -> nn.Module:
+    """Seven convolutions and a linear layer; 1.2 M parameters."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for outs in (32, 0, 64, 64, 0, 128, 128, 0, 256, 256):
+        layers += [*_convolution(channels, outs), nn.ReLU()] if outs else [nn.MaxPool2d(2)]
+        channels = outs or channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epochs, learning rate
+    "residual": (small_residual, 24, 0.1),
+    "vgg": (small_vgg, 20, 0.05),
+}
+
+
+def small_network(name: str, path: Path, weights: Path, samples: int, size: int) -> list[Case]:
+    """A network that is trained on the first 4,096 images until it knows them, with the first `samples` of these."""
+    images, labels = images_and_labels(path)
+    torch.manual_seed(0)
+    make, epochs, rate = SMALL[name]
+    model, file = make(), weights / f"{name}.pt"
+    if not file.exists():
+        train(model, images[:4096], labels[:4096], epochs, rate=rate, shift=False)
+        torch.save(model.state_dict(), file)
+    model.load_state_dict(torch.load(file))
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    title = f"small {name} network, {millions:.2f} M, {samples} of the 4,096 images that it was trained on"
+    return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
+
+
+def images_and_labels(path: Path) -> tuple[Tensor, Tensor]:
+    """Images [N, 3, 32, 32], about standardised, and labels [N]."""
+    import numpy as np
+
+    data = np.load(path)
+    images = torch.as_tensor(data["images"]).permute(0, 3, 1, 2).float().div_(255).sub_(0.47).div_(0.25)
+    return images, torch.as_tensor(data["labels"]).long()
+
+
+LARGE: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {  # network, batch, images and their mirror images
+    "residual": (Residual, 512, True),
+    "vgg": (vgg, 256, False),
+}
+
+
+def trained_images(name: str, path: Path, device: torch.device, epochs: int, samples: int, size: int) -> list[Case]:
+    """A network that has been trained on 9,000 images until it knows them, with `samples` of these in batches."""
+    images, labels = (one.to(device) for one in images_and_labels(path))
+    torch.manual_seed(0)
+    make, usual, mirrored = LARGE[name]
+    if device.type == "cpu":  # to see that everything runs
+        make, epochs = SMALL[name][0], 0
+    model = make().to(device)
+    train(model, images[:9000], labels[:9000], epochs, batch=256, shift=False)
+    model.eval()
+    with torch.no_grad():
+        right = [float((model(x[i]).argmax(-1) == y[i]).float().mean()) for x, y, i in _ends(images, labels)]
+    chosen, own = images[:samples], labels[:samples]
+    if mirrored:
+        chosen, own = torch.cat([chosen, chosen.flip(-1)]), torch.cat([own, own])
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    title = f"{name} network, {millions:.2f} M, accuracy {right[0]:.3f} in training, {right[1]:.3f} on other images; "
+    title += f"{samples} images" + (" and their mirror images" if mirrored else "")
+    return [Case(title, model, batches_of(chosen, own, len(own), size or usual))]
+
+
+def _ends(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
+    return [(images, labels, slice(0, 1000)), (images, labels, slice(-1000, None))]
+
+
+def train(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    epochs: int,
+    batch: int = 128,
+    rate: float | None = None,
+    shift: bool = True,
+) -> None:
+    """Stochastic gradient descent with momentum, one cycle; images are shifted by up to an eighth, and mirrored."""
+    size, rate = images.shape[-1], rate or (0.1 if images.shape[1] == 3 else 0.02)
+    steps = epochs * (len(labels) // batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(1, steps))
+    model.train()
+    for _ in range(epochs):
+        for rows in torch.randperm(len(labels), device=labels.device).split(batch):
+            if len(rows) < batch:
+                continue
+            x = images[rows]
+            if images.shape[1] == 3:
+                if shift:
+                    x = nn.functional.pad(x, (size // 8,) * 4)
+                    i, j = torch.randint(0, size // 4 + 1, (2,)).tolist()
+                    x = x[..., i : i + size, j : j + size]
+                x = x.flip(-1) if bool(torch.rand(()) < 0.5) else x
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(model(x), labels[rows]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    model.eval()
+
+
+def text(path: Path, device: torch.device, samples: int, size: int, multiple: int = 1) -> list[Case]:
+    """A sentence classifier and its data, in batches padded to their longest text, rounded up to a multiple."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path / "model", dtype=torch.float32).to(device).eval()
+    rows = tokenized(path, samples)
+    return [text_case(path.name, model, *rows, device, size, multiple)]
+
+
+def tokenized(path: Path, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids and token types [N, T], 0 and -1 where there is no token, and labels [N]."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path / "model")
+    with (path / "data.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))[:samples]
+    pairs = [[row["text"] for row in rows]] + ([[row["text_pair"] for row in rows]] if "text_pair" in rows[0] else [])
+    made = tokenizer(
+        *pairs, padding=True, truncation=True, max_length=128, return_tensors="pt", return_token_type_ids=True
+    )
+    types = torch.where(made["attention_mask"] > 0, made["token_type_ids"], -1)
+    return made["input_ids"], types, torch.tensor([int(row["label"]) for row in rows])
+
+
+def text_case(
+    name: str,
+    model: Any,
+    ids: Tensor,
+    types: Tensor,
+    labels: Tensor,
+    device: torch.device,
+    size: int,
+    multiple: int,
+) -> Case:
+    """Batches of texts, with the words that one or two of them have."""
+    batches = []
+    for some, their_types, own in zip(ids.split(size), types.split(size), labels.split(size), strict=True):
+        longest = -(-int((their_types >= 0).sum(-1).max()) // multiple) * multiple
+        some, their_types = (one[:, :longest].to(device).long() for one in (some, their_types))
+        batch = {"input_ids": some, "attention_mask": (their_types >= 0).long(), "labels": own.to(device)}
+        if getattr(model.config, "type_vocab_size", 0) > 1:
+            batch["token_type_ids"] = their_types.clamp(min=0)
+        batches.append(batch)
+    words = torch.zeros(model.get_input_embeddings().num_embeddings, device=device)
+    for batch in batches:
+        for row in batch["input_ids"]:
+            words[row.unique()] += 1
+    names = [own for own, _ in model.named_parameters()]
+    rare = {own: ((words > 0) & (words <= 2))[:, None] for own in names if "word_embeddings" in own}
+    everywhere = tuple(own for own in names if "embeddings" in own)
+    return Case(f"{name}, {len(labels)} texts", model, batches, everywhere, rare)
+
+
+def pack(path: Path, out: Path, samples: int) -> None:
+    """Write a model in half precision, with the words that occur alone, and the tokens of its data."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path / "model", dtype=torch.float32)
+    pack_model(model, *tokenized(path, samples), out)
+
+
+def pack_model(model: Any, ids: Tensor, types: Tensor, labels: Tensor, out: Path) -> None:
+    """See `pack`."""
+    import numpy as np
+
+    words = torch.cat([torch.zeros(1, dtype=ids.dtype), ids.flatten()]).unique()  # 0 stays the padding
+    embedding = model.get_input_embeddings()
+    embedding.weight = nn.Parameter(embedding.weight.detach()[words].contiguous())
+    model.config.vocab_size = embedding.num_embeddings = len(words)
+    model.half().save_pretrained(out / "model")
+    np.savez_compressed(
+        out / "tokens.npz",
+        ids=torch.searchsorted(words, ids).to(torch.int16).numpy(),
+        types=types.to(torch.int8).numpy(),
+        labels=labels.to(torch.int16).numpy(),
+    )
+
+
+def packed(path: Path, device: torch.device, samples: int, size: int, epochs: int) -> list[Case]:
+    """What `pack` wrote; the last three layers, the pooler and the head are trained first, on the same texts."""
+    import numpy as np
+    from transformers import AutoModelForSequenceClassification
+
+    data = np.load(path / "tokens.npz")
+    ids, types, labels = (torch.as_tensor(data[key])[:samples].long() for key in ("ids", "types", "labels"))
+    model = AutoModelForSequenceClassification.from_pretrained(path / "model", dtype=torch.float32).to(device)
+    case = text_case(path.name, model, ids, types, labels, device, size, 8)
+    if epochs:
+        train_text(model, ids.to(device), types.to(device), labels.to(device), epochs)
+    return [case._replace(model=model.eval())]
+
+
+def train_text(model: Any, ids: Tensor, types: Tensor, labels: Tensor, epochs: int, size: int = 64) -> None:
+    """AdamW on the upper half of the layers, the pooler and the head."""
+    torch.manual_seed(0)
+    layers = len(model.bert.encoder.layer)
+    lower = [model.bert.embeddings, *model.bert.encoder.layer[: layers - layers // 2]]
+    trained = [p for p in model.parameters() if not any(p is q for module in lower for q in module.parameters())]
+    optimizer = torch.optim.AdamW(trained, lr=4e-4, weight_decay=0.01)
+    steps = max(1, epochs * (len(labels) // size))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-4, total_steps=steps, pct_start=0.1)
+    lengths = (types >= 0).sum(-1)
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    model.train()
+    for _ in range(epochs):
+        for rows in torch.randperm(len(labels), device=labels.device).split(size):
+            if len(rows) < size:
+                continue
+            longest = int(lengths[rows].max())
+            some = types[rows, :longest]
+            found = model(
+                input_ids=ids[rows, :longest], attention_mask=(some >= 0).long(), token_type_ids=some.clamp(min=0)
+            )
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(found.logits, labels[rows]).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            schedule.step()
+    model.requires_grad_(True)
+    model.eval()
