@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +48,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     positions: int  # output distributions: as many as samples, or tokens, or pixels
     provenance: Provenance
     reduction: Reduction = "mean"
+    noiseless: dict[str, Tensor] = field(default_factory=dict)  # parts of sums that are not random, where the rest is
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[self.provenance.find(name, self.sums)] / self.divisor
@@ -79,9 +80,12 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         `error_bars="rows"` the standard errors are those of the rows; else the sums of their entries', a wide bound.
         """
         kind = coarser(self.error_bars, "rows")
-        sums = {name: row_sums(value) for name, value in self.sums.items()}
-        provenance = replace(self.provenance, error_bars=bool(kind))  # each value has its own
-        return replace(self, sums=sums, noise=converted(self.noise, self.error_bars, kind), provenance=provenance)
+        sums, apart = ({n: row_sums(value) for n, value in d.items()} for d in (self.sums, self.noiseless))
+        noise, provenance = (
+            converted(self.noise, self.error_bars, kind),
+            replace(self.provenance, error_bars=bool(kind)),
+        )
+        return replace(self, sums=sums, noise=noise, provenance=provenance, noiseless=apart)  # each has error bars
 
     def interval(self, level: float = 0.95) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
@@ -143,6 +147,9 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         provenance = self.provenance.plus(other.provenance)
         mine, others = (converted(d.noise, d.error_bars, provenance.error_bars) for d in (self, other))
         random = all(any(bool((value > 0).any()) for value in noise.values()) for noise in (mine, others))
+        apart = dict(self.noiseless)
+        for name, value in other.noiseless.items():
+            apart[name] = apart[name] + value.to(apart[name]) if name in apart else value
         combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
         return replace(
             self,
@@ -151,6 +158,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
             count=self.count + other.count,
             positions=self.positions + other.positions,
             provenance=provenance,
+            noiseless=apart,
         )
 
     def _times(self, factor: float) -> DiagonalFisher:
@@ -165,16 +173,16 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> DiagonalFisher:
         """The result with a function applied to each tensor of sums and of standard errors."""
-        sums, noise = ({name: function(value) for name, value in d.items()} for d in (self.sums, self.noise))
-        return replace(self, sums=sums, noise=noise)
+        every = {kind: getattr(self, kind) for kind in ("sums", "noise", "noiseless")}
+        return replace(self, **{kind: {n: function(value) for n, value in d.items()} for kind, d in every.items()})
 
     def filter(self, *patterns: str) -> DiagonalFisher:
         """Only the parameters whose names match one of the patterns, such as "encoder.*"."""
         names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
             raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
-        noise = {name: self.noise[name] for name in names if name in self.noise}
-        return replace(self, sums={name: self.sums[name] for name in names}, noise=noise)
+        every = {kind: getattr(self, kind) for kind in ("sums", "noise", "noiseless")}
+        return replace(self, **{kind: {n: d[n] for n in names if n in d} for kind, d in every.items()})
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
         """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
@@ -209,6 +217,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
         tensors = {f"sum/{name}": value for name, value in self.sums.items()}
         tensors |= {f"noise/{name}": value for name, value in self.noise.items()}
+        tensors |= {f"noiseless/{name}": value for name, value in self.noiseless.items()}
         numbers = {"count": str(self.count), "positions": str(self.positions), "reduction": self.reduction}
         texts = {"names": json.dumps(list(self.sums)), "provenance": self.provenance.to_json()}
         save_tensors(path, tensors, "diagonal", {**numbers, **texts})
@@ -276,7 +285,7 @@ class _Intervals(_PerParameter):
         result = self._result
         name = result.provenance.find(name, result.sums)
         sums, noise = result.sums[name], entry_noise(result.noise, result.sums, name)
-        found = interval(sums, noise, self._level)[self._end]
+        found = interval(sums, noise, self._level, result.noiseless.get(name))[self._end]
         if self._end and result.provenance.left_out:
             of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
             found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
@@ -299,7 +308,8 @@ def diagonal_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> Diag
         int(head["positions"]),
         check_reduction(head["reduction"], tokens=True),
     )
-    return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
+    noiseless = {name: tensors[f"noiseless/{name}"] for name in names if f"noiseless/{name}" in tensors}
+    return DiagonalFisher(sums, noise, count, positions, provenance, reduction, noiseless)
 
 
 def load_diagonal(path: str | Path) -> DiagonalFisher:

@@ -148,6 +148,7 @@ def diagonal_of(
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
     noise = sums.noise(last=True) if kind or not random else []
+    noiseless = zip(problem.parameters, sums.noiseless, strict=True)
     provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
@@ -156,6 +157,7 @@ def diagonal_of(
         counts.positions,
         replace(provenance, error_bars=kind if random else True),
         view,
+        {name: part for name, part in noiseless if part is not None},
     )
 
 

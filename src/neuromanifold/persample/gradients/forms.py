@@ -283,6 +283,7 @@ class SquaredProduct(Form):
     unit: Tensor  # a power of two; 0 as long as all have been zero
     shape: torch.Size
     unit_is_known: bool = False  # known to be nonzero; never on a GPU, which would have to be synchronized
+    random: bool = False  # whether a cotangent had a weight
 
     @classmethod
     def of(cls, product: Product, dtype: torch.dtype) -> SquaredProduct:
@@ -306,6 +307,7 @@ class SquaredProduct(Form):
             self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
             readable = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
             self.unit_is_known = readable and bool(self.unit)
+        self.random |= weight > 0
         unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
         scaled = left.to(self.squares.dtype) / (scale * unit)
         if left.ndim == 2 and not weight:
