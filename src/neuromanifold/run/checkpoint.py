@@ -236,7 +236,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError("its contents have changed since it was written")
     except (FileError, KeyError, ValueError) as error:
         raise FileError(f"{path} is not a checkpoint, or is damaged ({error}). {_afresh(path)}") from error
-    return tensors, json.loads(text)
+    return dict(tensors), json.loads(text)
 
 
 def _compare(now: dict[str, Any], before: dict[str, Any], path: Path) -> None:
