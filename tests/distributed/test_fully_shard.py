@@ -1,11 +1,12 @@
 """Models in FSDP2 give what the whole model gives; verification sees wrong rules on any process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import neuromanifold as nm
-from tests.distributed import sharded_runs
+from tests.distributed import runs, sharded_runs
 from tests.distributed.launch import outcomes, values
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
@@ -57,7 +58,7 @@ def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:
 
 def test_what_cannot_be_done_is_refused() -> None:
     for found in values(2, sharded_runs.refused):
-        assert found == ["passes", "checkpoint", "on_interrupt", "distributed", "tensor parallel", "whole on each"]
+        assert found == ["passes", "distributed", "tensor parallel", "whole on each"]
 
 
 def test_an_error_on_one_process_ends_the_other() -> None:
@@ -65,3 +66,25 @@ def test_an_error_on_one_process_ends_the_other() -> None:
     assert found[1] == (False, "BrokenError: no batch 3")
     assert not found[0][0]
     assert "Rank 1 of 2 has failed" in found[0][1] or "died" in found[0][1]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_results_are_saved_by_all_and_gathered_by_none(world: int, tmp_path: Path) -> None:
+    values(world, sharded_runs.saved, tmp_path)
+
+
+@pytest.mark.parametrize("worlds", [(2, 3, 2), pytest.param((4, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    for i, world in enumerate(worlds[:-1]):
+        found = outcomes(world, sharded_runs.checkpointed, tmp_path, 8, 3 + 3 * i, {})
+        assert found[-1] == (False, f"BrokenError: no batch {3 + 3 * i}")
+    assert nm.Checkpoint(tmp_path / "state").files() == {0: tmp_path / "state.index.json"}
+    with pytest.raises(ValueError, match=r"differs in result \(ShardedSums, now DiagonalSums\)"):
+        nm.fisher_diagonal(sharded_runs.network(), runs.batches(8), checkpoint=tmp_path / "state")
+    values(worlds[-1], sharded_runs.checkpointed, tmp_path, 8, -1, {})
+    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(8))
+    found = nm.load(tmp_path / "fim.safetensors")
+    sharded_runs.compare(found, expected)
+    assert found.provenance.passes == expected.provenance.passes
+    nm.Checkpoint(tmp_path / "state").remove()
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith("state")]

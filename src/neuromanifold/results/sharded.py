@@ -85,11 +85,11 @@ def save_result(
     path = path.resolve() if path.is_symlink() else path
     limit, sizes = parse_size(shard_size), {name: _bytes(tensors, name) for name in tensors}
     total, processes = sum(sizes.values()), _Divided() if divided else _Alone()
-    groups = split(sizes, min(limit, -(-total // processes.world)))
-    if not divided and len(groups) == 1:
+    groups = [names for names in split(sizes, min(limit, -(-total // processes.world))) if names]
+    if not divided and len(groups) < 2:
         save_tensors(path, tensors, kind, metadata)
         index_of(path).unlink(missing_ok=True)
-        _remove_parts(path, keep=())
+        remove_parts(path)
         return
     stem = processes.do(lambda: None if processes.rank else _free_stem(path, total))[0]
     files = [path.with_name(f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors") for i in range(len(groups))]
@@ -152,10 +152,10 @@ def _write_index(path: Path, index: dict[str, Any], files: Sequence[Path]) -> No
 def _remove_old(path: Path, files: Sequence[Path]) -> None:
     """Remove what an index has replaced, and what was left by a process that was killed."""
     path.unlink(missing_ok=True)
-    _remove_parts(path, files)
+    remove_parts(path, files)
 
 
-def _remove_parts(path: Path, keep: Sequence[Path]) -> None:
+def remove_parts(path: Path, keep: Sequence[Path] = ()) -> None:
     """Remove files of tensors of other results of this name, and what a process that was killed has not finished."""
     named = re.compile(re.escape(path.name.removesuffix(".safetensors")) + r"(\.\d+)?-\d{5}-of-\d{5}\.safetensors")
     for file in path.absolute().parent.iterdir():
