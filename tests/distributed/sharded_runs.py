@@ -1,6 +1,8 @@
 """What processes do with models in FSDP2; each function takes the rank first, and compares with the whole model."""
 
 import errno
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +23,7 @@ from neuromanifold.persample.gradients import Product
 from neuromanifold.persample.rules import registry
 from neuromanifold.results import sharded
 from neuromanifold.results.files import save_tensors
+from neuromanifold.run import processes
 from tests.distributed import runs
 from tests.language.families import CAUSAL, tokens
 from tests.run.killed_runs import BrokenError
@@ -284,3 +287,36 @@ def checkpointed(rank: int, folder: Path, number: int, at: int, options: dict[st
     checkpoint = nm.Checkpoint(folder / "state", every=0)
     found = nm.fisher_diagonal(model, data(), checkpoint=checkpoint, **options)
     found.save(folder / "fim.safetensors")
+
+
+def killed(rank: int, folder: Path, who: int, after: float, number: int) -> None:
+    """One process is killed some seconds after its first batch; with a checkpoint of every round."""
+    processes._SILENT = 2.0
+
+    def data() -> Iterator[Any]:
+        for i, batch in enumerate(runs.batches(number)):
+            if i == 1 and rank == who:
+                threading.Thread(target=runs.kill_this_process, args=(after,), daemon=True).start()
+            yield batch
+
+    model = network()
+    shard(model, middle(model))
+    nm.fisher_diagonal(model, data(), checkpoint=nm.Checkpoint(folder / "state", every=0))
+
+
+def interrupted(rank: int, folder: Path, on_interrupt: str) -> list[str]:
+    """Ctrl-C in rank 1 alone: all processes end with the same batches, or with an error."""
+
+    def data() -> Iterator[Any]:
+        for i, batch in enumerate(runs.batches(40)):
+            if rank == 1 and i == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    model, options = network(), {"checkpoint": folder / "state", "on_interrupt": on_interrupt}
+    shard(model, middle(model))
+    try:
+        found = nm.fisher_diagonal(model, data(), **options)
+    except (KeyboardInterrupt, processes.ProcessError) as error:
+        return [type(error).__name__, str(error)]
+    return [found.provenance.stopped, str(found.count)]

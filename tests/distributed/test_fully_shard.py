@@ -1,5 +1,6 @@
 """Models in FSDP2 give what the whole model gives; verification sees wrong rules on any process."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,31 @@ def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, .
     assert found.provenance.passes == expected.provenance.passes
     nm.Checkpoint(tmp_path / "state").remove()
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith("state")]
+
+
+def test_ctrl_c_in_one_process_ends_all_of_them(tmp_path: Path) -> None:
+    first, second = values(2, sharded_runs.interrupted, tmp_path, "return")
+    assert first == second == ["interrupted after 4 batches", "64"]
+    first, second = values(2, sharded_runs.interrupted, tmp_path, "raise")
+    assert second == ["KeyboardInterrupt", ""]
+    assert first[0] == "ProcessError"
+    assert first[1].startswith("Rank 1 of 2 was interrupted, which ends the run on all processes; with a checkpoint")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "worlds"), [(0, [2, 2, 3]), (1, [2, 4]), (2, [4, 4, 2])])
+def test_processes_killed_at_random_times_change_nothing(seed: int, worlds: list[int], tmp_path: Path) -> None:
+    """Whatever they were at, such as the files of a checkpoint; another number of processes goes on."""
+    chance, number, died = random.Random(seed), 24, 0
+    for _ in range(5):
+        world = chance.choice(worlds)
+        who, after = chance.randrange(world), chance.uniform(0.05, 0.8)
+        found = outcomes(world, sharded_runs.killed, tmp_path, who, after, number)
+        died += found[who] is None
+        for rank, one in enumerate(found):
+            told = "Another process has died", f"Rank {who} of {world} has not been heard of", "store"
+            assert rank == who or one[0] or any(text in one[1] for text in told), one
+    assert died >= 2
+    values(chance.choice(worlds), sharded_runs.checkpointed, tmp_path, number, -1, {})
+    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(number))
+    sharded_runs.compare(nm.load(tmp_path / "fim.safetensors"), expected, noise=False)
