@@ -18,7 +18,7 @@ from neuromanifold.core.checks import Reduction, check_reduction, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.error_bars import ErrorBars, coarser, converted, entry_noise, row_sums
-from neuromanifold.results.files import LazyTensors, chosen, load, mapped, reads
+from neuromanifold.results.files import LazyTensors, load, mapped, reads, renamed
 from neuromanifold.results.intervals import check_level, interval
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
@@ -172,7 +172,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
             raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
-        sums, noise = (chosen(d, {name: name for name in names if name in d}) for d in (self.sums, self.noise))
+        sums, noise = (renamed(d, {name: name for name in names if name in d}) for d in (self.sums, self.noise))
         return replace(self, sums=sums, noise=noise)
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
@@ -333,8 +333,8 @@ def diagonal_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> D
     """The diagonal that `DiagonalFisher.save` wrote."""
     names = json.loads(head["names"])  # the file has an order of its own
     provenance = Provenance.from_json(head["provenance"])
-    sums = chosen(tensors, {name: f"sum/{name}" for name in names})
-    noise = chosen(tensors, {name: f"noise/{name}" for name in names if provenance.error_bars})
+    sums = renamed(tensors, {name: f"sum/{name}" for name in names})
+    noise = renamed(tensors, {name: f"noise/{name}" for name in names if provenance.error_bars})
     count, positions, reduction = (
         int(head["count"]),
         int(head["positions"]),

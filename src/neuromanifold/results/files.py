@@ -63,7 +63,7 @@ def load(path: str | Path) -> Any:
     Whatever is not a result raises an error that says what it is and what to do.
     """
     tensors: Mapping[str, Tensor] = {}
-    if not is_sharded(path) and _beginning(path).startswith(b"{"):
+    if not in_several_files(path) and _beginning(path).startswith(b"{"):
         head = load_json(path)
     else:
         tensors, head = load_tensors(path)
@@ -116,7 +116,7 @@ def mapped(function: Callable[..., Tensor], *sources: Mapping[str, Tensor]) -> M
     return {name: function(*(source[name] for source in sources)) for name in sources[0]}
 
 
-def chosen(source: Mapping[str, Tensor], names: Mapping[str, str]) -> Mapping[str, Tensor]:
+def renamed(source: Mapping[str, Tensor], names: Mapping[str, str]) -> Mapping[str, Tensor]:
     """Return some of the tensors under other names (new: old); they go on to wait if they do."""
     if isinstance(source, LazyTensors):
         if missing := [old for old in names.values() if old not in source]:
@@ -131,7 +131,7 @@ def index_of(path: str | Path) -> Path:
     return path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
 
 
-def is_sharded(path: str | Path) -> bool:
+def in_several_files(path: str | Path) -> bool:
     """Whether the name stands for an index: where both are there, a whole file is the older one or the newer one."""
     path = Path(path)
     return path.name.endswith(INDEX) or (not path.exists() and index_of(path).is_file())
@@ -142,7 +142,7 @@ def load_tensors(path: str | Path, only: Container[str] | None = None) -> tuple[
 
     The tensors of several files are `LazyTensors`.
     """
-    if is_sharded(path):
+    if in_several_files(path):
         head, where = load_index(path)
         found: dict[str, Tensor] = {}
         for file in sorted(set(where.values())):
@@ -176,7 +176,7 @@ def load_index(path: str | Path) -> tuple[dict[str, Any], dict[str, Path]]:
 
 def files_of(path: str | Path) -> list[Path]:
     """Return the safetensors files of a result."""
-    return sorted(set(load_index(path)[1].values())) if is_sharded(path) else [Path(path)]
+    return sorted(set(load_index(path)[1].values())) if in_several_files(path) else [Path(path)]
 
 
 def _part(file: Path, names: list[str], head: dict[str, Any], path: str | Path) -> dict[str, Tensor]:

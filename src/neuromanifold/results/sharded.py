@@ -55,7 +55,7 @@ def parse_size(text: str | int, argument: str = "shard_size") -> int:
     return size
 
 
-def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Divide names into groups of at most so many bytes, in their order; a larger tensor is alone."""
     groups: list[list[str]] = [[]]
     held = 0
@@ -85,7 +85,7 @@ def save_result(
     path = path.resolve() if path.is_symlink() else path
     limit, sizes = parse_size(shard_size), {name: _bytes(tensors, name) for name in tensors}
     total, processes = sum(sizes.values()), _Divided() if divided else _Alone()
-    groups = [names for names in split(sizes, min(limit, -(-total // processes.world))) if names]
+    groups = [names for names in by_size(sizes, min(limit, -(-total // processes.world))) if names]
     if not divided and len(groups) < 2:
         save_tensors(path, tensors, kind, metadata)
         index_of(path).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
-from neuromanifold.results.files import FileError, is_sharded, load_tensors
+from neuromanifold.results.files import FileError, in_several_files, load_tensors
 from neuromanifold.results.sharded import save_result
 from neuromanifold.run.checkpoint import afresh, compare_identities, identity_of, merged_methods, seconds_until_next
 from neuromanifold.run.counts import Counts
@@ -57,7 +57,7 @@ class ShardedCheckpoint:
         identity = identity_of(self._method, self._sums, shard)
         weights = {"weights of the model": self._shards.fingerprint}
         self._identity = identity | weights | {"processes with data of their own": world if own_data else None}
-        there = self._processes.gather("checkpoint", is_sharded(self._path) or self._path.is_file())
+        there = self._processes.gather("checkpoint", in_several_files(self._path) or self._path.is_file())
         if not all(there):
             if any(there):
                 got = f"{self._path}, which rank {there.index(False)} does not see and rank {there.index(True)} does"

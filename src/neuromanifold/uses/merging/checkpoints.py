@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from neuromanifold.core.checks import message
 from neuromanifold.problem.progress import tracked
 from neuromanifold.results.files import FORMAT, FileError, check_destination
-from neuromanifold.results.sharded import split
+from neuromanifold.results.sharded import by_size
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -144,7 +144,7 @@ def write_checkpoint(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = f"{folder}, which has files" if folder.is_dir() else f"{folder}, a file"
         raise FileExistsError(message("output", "a new folder, or an empty one", got))
-    shards = split(sizes, shard_size)
+    shards = by_size(sizes, shard_size)
     check_destination(folder.parent / f"{folder.name}.aside", sum(sizes.values()))
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as aside:
         made = Path(aside) / folder.name
