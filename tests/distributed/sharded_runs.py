@@ -14,18 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import neuromanifold as nm
 from neuromanifold.persample.gradients import Product
 from neuromanifold.persample.rules import registry
+from neuromanifold.persample.shards import LayerSums
 from neuromanifold.results import sharded
 from neuromanifold.results.files import save_tensors
 from neuromanifold.run import processes
 from tests.distributed import runs
-from tests.language.families import CAUSAL, tokens
+from tests.language.families import CAUSAL, llama, tokens
+from tests.language.test_adapters import lora
 from tests.run.killed_runs import BrokenError
 
 
@@ -95,7 +97,7 @@ def equal(
     found = nm.fisher_diagonal(model, data, **options)
     assert type(found).__name__ == "ShardedFisher"
     local = [t.to_local().shape for t in found.sums.values()]
-    assert local == [p.to_local().shape for p in model.parameters()]
+    assert local == [p.to_local().shape for p in model.parameters() if p.requires_grad]
     compare(found.gathered(), expected, **more)
     assert all(torch.equal(p.to_local(), before[name]) and p.grad is None for name, p in model.named_parameters())
 
@@ -118,7 +120,53 @@ def language(_: int, names: list[str], options: dict[str, Any], noise: bool, num
 
 
 def layers(model: Any) -> list[Any]:
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
     return list(model.transformer.h if hasattr(model, "transformer") else model.model.layers)
+
+
+def partly_frozen() -> nn.Module:
+    model = llama(num_hidden_layers=2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    return model
+
+
+def with_lora() -> Any:
+    return lora(llama(num_hidden_layers=2)).float()
+
+
+def recomputing() -> Any:
+    """Activation checkpoints of transformers, which work in train mode alone."""
+    model: Any = llama(num_hidden_layers=2)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def all_in_one(_: Any) -> list[Any]:
+    return []
+
+
+def nested(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers] + list(model.model.layers) + [model.model]
+
+
+def models(rank: int) -> None:
+    """Frozen parameters, adapters, activation checkpoints; FSDP modules inside of others, or one alone; bfloat16."""
+    data = sequences()[:3]
+    equal(rank, with_lora, layers, data, {})
+    equal(rank, with_lora, all_in_one, [{"input_ids": data[0]["input_ids"]}], {"estimator": nm.Exact()}, noise=False)
+    equal(rank, partly_frozen, layers, data, {})
+    equal(rank, recomputing, layers, data, {})
+    equal(rank, partial(llama, num_hidden_layers=2), nested, data, {})
+    whole = llama(num_hidden_layers=2).bfloat16()
+    expected = nm.fisher_diagonal(whole, data, distributed=False)
+    model = llama(num_hidden_layers=2).float()
+    for part in [*layers(model), model]:
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found = nm.fisher_diagonal(model, data).gathered()
+    for name, value in expected.sums.items():  # weights in bfloat16, sums in float32
+        assert value.dtype == found.sums[name].dtype == torch.float32
+        torch.testing.assert_close(found.sums[name], value, rtol=0.02, atol=1e-3 * float(value.max()))
 
 
 def sequences() -> list[dict[str, Tensor]]:
@@ -154,6 +202,8 @@ def kinds(rank: int) -> None:
     some: dict[str, Any] = {"parameters": ["2.*", "4.bias"]}
     alone = nm.fisher_diagonal(network(), data, distributed=False, **some)
     compare(nm.fisher_diagonal(divided(), data, **some).gathered(), alone)
+    away = divided(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    compare(nm.fisher_diagonal(away, data).gathered(), expected)
     trace = nm.fisher_trace(divided(), data)
     of_one = nm.fisher_trace(network(), data, distributed=False)
     assert abs(trace.value / of_one.value - 1) < 1e-6
@@ -167,6 +217,25 @@ def kinds(rank: int) -> None:
     whole = nm.fisher_diagonal(network(), runs.batches(60)[: soon.provenance.batches], distributed=False)
     torch.testing.assert_close(soon.gathered().sums["2.0.weight"], whole.sums["2.0.weight"], rtol=2e-6, atol=1e-12)
     assert abs(float(soon.trace) / float(whole.trace) - 1) < 1e-6
+
+
+def one_layer_at_a_time(_: int) -> None:
+    """How many squares there are at full size at a time: those of one FSDP module, be it a layer or the whole model."""
+    sizes: list[int] = []
+    put = LayerSums.put
+
+    def watched(self: Any, i: int, kind: str, whole: Tensor) -> None:
+        put(self, i, kind, whole)
+        sizes.append(sum(tensor.numel() for (_, what), tensor in self._waiting.items() if what == "squares"))
+
+    for divided in (True, False):
+        model = nn.Sequential(nn.Linear(6, 16), *(nn.Linear(16, 16) for _ in range(5)))
+        shard(model, list(model) if divided else [])
+        sizes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayerSums, "put", watched)
+            nm.fisher_diagonal(model, runs.batches(3))
+        assert max(sizes) == (16 * 17 if divided else 7 * 16 + 5 * 16 * 17)
 
 
 class Odd(nn.Linear):
@@ -246,6 +315,9 @@ def saved(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "save_tensors", counted)
         (parts[0] + parts[1]).save(path)
+    with pytest.raises(ValueError, match="`fim` must be whole for intervals, rows, comparisons and pages"):
+        parts[0].compare(parts[1])
+    assert str(parts[0]).startswith("ShardedFisher (per sample): 10 parameters")
     entries = sum(parameter.numel() for parameter in model.parameters())
     assert sum(kept) <= 2 * entries / world + 77  # the largest parameter: no process had more of them
     dist.barrier()

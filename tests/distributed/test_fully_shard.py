@@ -39,6 +39,11 @@ def test_kinds_of_sharding(world: int) -> None:
     values(world, sharded_runs.kinds)
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_kinds_of_models(world: int) -> None:
+    values(world, sharded_runs.models)
+
+
 @pytest.mark.parametrize("estimator", [nm.Hutchinson(), nm.Empirical()], ids=str)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_language_models(world: int, estimator: nm.Estimator) -> None:
@@ -51,6 +56,10 @@ def test_language_models(world: int, estimator: nm.Estimator) -> None:
 @pytest.mark.parametrize(("world", "name"), [(2, "Llama"), (2, "Mixtral"), (4, "Llama")])
 def test_exact_language_models(world: int, name: str) -> None:
     values(world, sharded_runs.language, [name], {"estimator": nm.Exact()}, False, 3)
+
+
+def test_a_process_has_the_squares_of_one_layer_at_full_size_at_a_time() -> None:
+    values(2, sharded_runs.one_layer_at_a_time)
 
 
 def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:

@@ -250,7 +250,8 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 class ShardedFisher(DiagonalFisher):
     """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model in FSDP2 are.
 
-    What needs values of all processes (`trace`, `save`, `gathered`) is called by all of them.
+    What needs values of all processes (`trace`, `save`, `gathered`) is called by all of them.  Results add, scale and
+    are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
     """
 
     @override
@@ -269,6 +270,17 @@ class ShardedFisher(DiagonalFisher):
         """Return the whole result on each process, which must have the memory for it."""
         sums, noise = ({name: whole(t) for name, t in d.items()} for d in (self.sums, self.noise))
         return DiagonalFisher(sums, noise, self.count, self.positions, self.provenance, self.reduction)
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        advice = "Save the result and nm.load it in one process, or take fim.gathered() if memory has room for it."
+        raise ValueError(message("fim", "whole for intervals, rows, comparisons and pages", "in parts", advice))
+
+    interval = compare = plot = report = _refuse
+    rows = property(_refuse)
+
+    @override
+    def _repr_html_(self) -> str:
+        return f"<pre>{self}</pre>"
 
     @override
     def __str__(self) -> str:
