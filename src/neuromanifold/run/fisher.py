@@ -25,8 +25,8 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.diagonal import ShardedFisher
 from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
-from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run
@@ -148,7 +148,7 @@ def diagonal_of(
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
     noise = sums.noise(last=True) if kind or not random else []
-    noiseless = zip(problem.parameters, sums.noiseless, strict=True)
+    noiseless = sums.noiseless
     provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
@@ -157,7 +157,7 @@ def diagonal_of(
         counts.positions,
         replace(provenance, error_bars=kind if random else True),
         view,
-        {name: part for name, part in noiseless if part is not None},
+        dict(zip(problem.parameters, noiseless, strict=bool(noiseless))),
     )
 
 

@@ -93,8 +93,7 @@ class DiagonalSums:
             return
         values = [g for i in used if (g := gradients[i]) is not None]
         if not self._keeps or not made_by.noise:
-            add_whole(values, [Accumulators(self._square(i, made_by.noise), scale=made_by.scale) for i in used])
-            return
+            return add_whole(values, [Accumulators(self._square(i, made_by.noise), scale=made_by.scale) for i in used])
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
             for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
@@ -128,8 +127,7 @@ class DiagonalSums:
         first = not (self._taken[i] or i in self._elsewhere)
         takes = self._takes or not form.thins or first or self._sparse[i]
         if not (takes and random):
-            form.add_squares(Accumulators(self._square(i, made_by.sample_noise), scale=made_by.scale))
-            return
+            return form.add_squares(Accumulators(self._square(i, made_by.sample_noise), scale=made_by.scale))
         self._taken[i] += form.samples
         look = self._look(form.device)
         if look == "now" or (self.may_synchronize and not self._units[i]):
@@ -344,11 +342,15 @@ class DiagonalSums:
         return [zero_sums(p) if one is None else one for p, one in zip(self._parameters, found, strict=True)]
 
     @property
-    def noiseless(self) -> list[Tensor | None]:
-        """The part of Σ g² in which nothing is random, of parameters that have fourth powers as well."""
-        small, random = self._small.noiseless(), self._small.fourths()
-        sums = enumerate(zip(self._noiseless, self._fourths, strict=True))
-        return [_added(one, small.get(i)) if fourth is not None or i in random else None for i, (one, fourth) in sums]
+    def noiseless(self) -> list[Tensor]:
+        """The part of Σ g² in which nothing is random, of each parameter; none if the rest is not random either."""
+        small = self._small.noiseless()
+        found = [_added(one, small.get(i)) for i, one in enumerate(self._noiseless)]
+        random = self._small.fourths() or any(fourth is not None for fourth in self._fourths)
+        if not random or all(part is None for part in found):
+            return []
+        zeros = (zero_sums(p.new_empty(())).expand(p.shape) for p in self._parameters)
+        return [zero if part is None else part for part, zero in zip(found, zeros, strict=True)]
 
     def relative_error(self) -> float | None:
         """Return Σ stderr / Σ F so far; None while F is zero."""
