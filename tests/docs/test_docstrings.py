@@ -14,7 +14,7 @@ REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "index.md").read
 PUBLIC = {name: thing for name in nm.__all__ if callable(thing := getattr(nm, name))}
 WARNINGS = {name for name, thing in PUBLIC.items() if isinstance(thing, type) and issubclass(thing, Exception)}
 FUNCTIONS = {name for name, thing in PUBLIC.items() if not isinstance(thing, type)}
-SECTION = re.compile(r"^(Args|Returns|Raises|Example|Attributes):$", re.MULTILINE)
+SECTION = re.compile(r"^(Args|Returns|Raises|Example):$", re.MULTILINE)
 
 
 def sections(thing: Callable[..., object]) -> dict[str, str]:

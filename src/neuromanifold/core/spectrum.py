@@ -40,11 +40,9 @@ _STEPS_ON_A_GPU = 8  # which is not asked whether they were enough: the host wou
 
 
 class Spectrum(NamedTuple):
-    """Eigenpairs of M in descending order; unpacks as (values, vectors).
+    """Eigenpairs of M in descending order: values [..., k], and orthonormal vectors [..., k, C] as rows.
 
-    Attributes:
-        values: eigenvalues [..., k].
-        vectors: orthonormal eigenvectors [..., k, C], as rows.
+    It unpacks as (values, vectors).
 
     Example:
         >>> values, vectors = nm.Categorical(torch.tensor([2.0, 0.0, -1.0])).spectrum(2)
