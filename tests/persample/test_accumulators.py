@@ -87,9 +87,8 @@ def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkey
         sums = DiagonalSums([parameter], kind)
         sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(scale=4.0, sample_noise=1.0))
         expected = truth[1].sum(0) if kind == "rows" else truth[1].square().sum(0)
-        for found, true, limit in zip(
-            (sums.squares[0], sums.noise()[0].square()), (truth[0], expected), limits, strict=True
-        ):
+        found = sums.squares[0], sums.noise()[0].square()
+        for one, true, limit in zip(found, (truth[0], expected), limits, strict=True):
             error = float((one - true).norm() / true.norm())
             assert error < limit
             assert (error > 1e-6) == rounded

@@ -46,7 +46,7 @@ def add_rounded_squares(left: Tensor, right: Tensor, to: Accumulators, numbers: 
 def sums_wider(left: Tensor, right: Tensor) -> bool:
     """Return whether products of such factors can be summed in float32: those of bfloat16 on CUDA, since torch 2.8."""
     half = left.dtype == right.dtype == torch.bfloat16
-    return half and left.device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
+    return half and left.device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype")
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
