@@ -33,15 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
-    """A mapping from parameter name to a tensor of the parameter's shape.
+    """The diagonal of F: a mapping from parameter name to a tensor of the parameter's shape, with standard errors.
 
     What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
     sample), "sum", or "token" (per position that counts, of sequences).  So results do not depend on the batch size,
-    and two of them over disjoint data add with `+`.
-    Standard errors are those of the probes' noise; the data are taken as given.
+    and two of them over disjoint data add with `+`.  Standard errors are those of the probes' noise; the data are taken
+    as given.  Tied parameters are listed once, under their first name, and found under every name; so are those of a
+    wrapped model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
 
-    Tied parameters are listed once, under their first name, and found under every name; so are those of a wrapped
-    model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data)
+        >>> list(fim), fim.count
+        (['0.weight', '0.bias', '2.weight', '2.bias'], 32)
+        >>> print(f"{fim['2.bias'][0]:.3f} ± {fim.stderr['2.bias'][0]:.3f}")
+        0.258 ± 0.043
+        >>> halves = nm.fisher_diagonal(model, data[:2]) + nm.fisher_diagonal(model, data[2:], seed=1)
+        >>> halves.count
+        32
     """
 
     sums: Mapping[str, Tensor]
