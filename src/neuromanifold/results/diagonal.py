@@ -101,8 +101,9 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
 
         Those of a scaled χ² (`results.intervals`), which holds where only a few samples contribute to an entry, too;
-        F̂ ± 2 stderr does not.  What is `noiseless` is only added.  Where samples were left out (`passes`), they may contribute to entries in which nothing
-        seems to be random: the upper end is then that of one sample, and infinite where the estimate is zero.
+        F̂ ± 2 stderr does not.  What is `noiseless` is only added.  Where samples were left out (`passes`), they may
+        contribute to entries in which nothing seems to be random: the upper end is then that of one sample, and
+        infinite where the estimate is zero.
         """
         level = check_level(level)
         return _Intervals(self, level, 0), _Intervals(self, level, 1)

@@ -43,7 +43,10 @@ _CHECKPOINT = (
 
 
 class FileError(ValueError):
-    """A file that cannot be read as a result: damaged, foreign, or written by a later version."""
+    """A file that cannot be read as a result: damaged, foreign, or written by a later version.
+
+    The message says which of these, and what to do.
+    """
 
 
 def reads(kind: str) -> Callable[[Reader], Reader]:
@@ -57,10 +60,26 @@ def reads(kind: str) -> Callable[[Reader], Reader]:
 
 
 def load(path: str | Path) -> Any:
-    """Read a result of any kind from its file: a diagonal, a trace, factors, a matrix or bounds.
+    """Read a result of any kind from its file: a diagonal, a trace, factors, blocks, a matrix, bounds or a penalty.
 
     The kind is in the file, so its name does not matter, and nothing in a file is ever run (there are no pickles).
-    Whatever is not a result raises an error that says what it is and what to do.
+
+    Args:
+        path: what `save` of a result wrote.
+
+    Returns:
+        The result, on the CPU.
+
+    Raises:
+        FileError: the file is no result, is damaged, or was written by a later version.
+        FileNotFoundError, IsADirectoryError: there is no such file.
+
+    Example:
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/fisher.safetensors"
+        >>> nm.fisher_diagonal(model, data).save(path)
+        >>> nm.load(path).count
+        32
     """
     tensors: Mapping[str, Tensor] = {}
     if not in_several_files(path) and _beginning(path).startswith(b"{"):

@@ -14,9 +14,10 @@ A single sample that was kept with probability π, and has the weight 1/π, has 
 end has less than one degree of freedom, since others may have been left out.  If there are none, F is π times what it
 would be for π = 1, so the lower end is that of ν = 1 times π = 3 - 2/r.
 
-All of this is about the part of F̂ that is random.  Where C - 1 passes make some samples exact, their part F̂₀ is known,
-v says nothing of it, and the interval is F̂₀ + [...] with F̂ - F̂₀ in place of F̂.  With F̂ itself the ratio r would be large
-and the interval F̂ ± 2√v, which one noisy sample leaves in 46 of 100 cases: its square is small by chance, and v as well.
+All of this is about the part of F̂ that is random.  Where C - 1 passes make some samples exact, their part F̂₀ is
+known, v says nothing of it, and the interval is F̂₀ + [...] with F̂ - F̂₀ in place of F̂.  With F̂ itself r would be
+large and the interval F̂ ± 2√v, which misses F in 46 of 100 cases if one sample is noisy: where its square is small by
+chance, v is as well.
 """
 
 from __future__ import annotations

@@ -58,11 +58,25 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the state of a run is kept, and how often: after so many seconds, 0 for every batch.
+    """Where a run keeps its state, and how often: pass it as `checkpoint=`.
 
-    By default every 30 seconds, or as rarely as writing takes a twentieth of the time.  The file stays when the run has
-    ended: a rerun then only goes through the data and gives the same result.  Delete it when the result is saved, with
-    `remove()`, which knows the names of all processes' files.
+    A rerun with the same arguments continues from the file.  It stays when the run has ended: a further rerun then only
+    goes through the data and gives the same result.  Delete it with `remove()`, which knows the names of all processes'
+    files, once the result is saved.
+
+    Args:
+        path: the file.  With several processes, each adds its rank to the name.
+        every: seconds between two writes; 0 writes after every batch.  By default every 30 seconds, or as rarely as
+            writing takes a twentieth of the time.
+
+    Raises:
+        TypeError, ValueError: `every` is not a number of seconds.
+
+    Example:
+        >>> import tempfile
+        >>> checkpoint = nm.Checkpoint(f"{tempfile.mkdtemp()}/run.ckpt", every=60)
+        >>> fim = nm.fisher_diagonal(model, data, checkpoint=checkpoint)
+        >>> checkpoint.remove()
     """
 
     path: str | Path

@@ -41,8 +41,7 @@ class DiagonalSums:
     Fourth powers of small numbers underflow, so they are kept in units of a power of two near the root mean square of
     each parameter's first gradient; `noise` takes the unit out again.
 
-    Squares in which nothing is random have sums of their own where entries have fourth powers: an interval is about the
-    rest (`results.intervals`).
+    Beside fourth powers, squares that are not random have sums of their own: intervals are about the rest.
     """
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool | Literal["rows"], alike: bool = True) -> None:
@@ -93,7 +92,8 @@ class DiagonalSums:
             return
         values = [g for i in used if (g := gradients[i]) is not None]
         if not self._keeps or not made_by.noise:
-            return add_whole(values, [Accumulators(self._square(i, made_by.noise), scale=made_by.scale) for i in used])
+            add_whole(values, [Accumulators(self._square(i, made_by.noise), scale=made_by.scale) for i in used])
+            return
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
             for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
@@ -127,7 +127,8 @@ class DiagonalSums:
         first = not (self._taken[i] or i in self._elsewhere)
         takes = self._takes or not form.thins or first or self._sparse[i]
         if not (takes and random):
-            return form.add_squares(Accumulators(self._square(i, made_by.sample_noise), scale=made_by.scale))
+            form.add_squares(Accumulators(self._square(i, made_by.sample_noise), scale=made_by.scale))
+            return
         self._taken[i] += form.samples
         look = self._look(form.device)
         if look == "now" or (self.may_synchronize and not self._units[i]):

@@ -162,7 +162,8 @@ def merge(
 
     Floating-point tensors that are in no result (buffers, parameters that were frozen) are averaged; integers are taken
     from the first model.  Where a model has no tensor of a name, or one of another shape, that is an error; with
-    differing="first", the first model's is taken.  `print(merged)` lists each of these.
+    differing="first", the first model's is taken.  `print(merged)` lists each of these.  Cost: each tensor of each
+    model is read once, when the result is saved or applied; one is in memory at a time.
 
     Args:
         models: at least two folders of transformers (with one or more safetensors files), safetensors files, modules or
@@ -175,6 +176,22 @@ def merge(
         density: the share of each task vector's entries that "ties" keeps.
         scale: by which the change from `base` is multiplied.
         differing: "error" or "first", for tensors that are not the same in all models, such as classifiers.
+
+    Returns:
+        A `Merged`: a mapping from name to tensor, computed when asked for; `.save(folder)` writes what transformers
+        reads.
+
+    Raises:
+        TypeError, ValueError: models or results do not fit together; the message names the tensor.
+        FileNotFoundError: there is no such folder or file.
+
+    Example:
+        >>> import copy
+        >>> other = copy.deepcopy(model)  # and fine-tuned on other data
+        >>> fishers = [nm.fisher_diagonal(m, data) for m in (model, other)]
+        >>> merged = nm.merge([model, other], fishers)
+        >>> other.load_state_dict(dict(merged))
+        <All keys matched successfully>
     """
     one_of(method, "method", *METHODS)
     one_of(differing, "differing", "error", "first")
