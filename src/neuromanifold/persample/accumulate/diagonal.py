@@ -391,8 +391,7 @@ class DiagonalSums:
 
 def _added(*parts: Tensor | None) -> Tensor | None:
     """The sum of those that there are."""
-    there = [part for part in parts if part is not None]
-    return functools.reduce(torch.add, there) if there else None
+    return functools.reduce(lambda a, b: b if a is None else a if b is None else a + b, parts)
 
 
 @functools.lru_cache(maxsize=16)
