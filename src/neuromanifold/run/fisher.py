@@ -25,8 +25,8 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.diagonal import ShardedFisher
 from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
-from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run

@@ -11,6 +11,8 @@ from typing import Literal
 from neuromanifold.core.checks import integer_in_range, message, one_of, random_seed
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
 from neuromanifold.problem.progress import Observer
+from neuromanifold.results.files import index_of
+from neuromanifold.results.sharded import remove_parts
 
 CudaGraphs = bool | Literal["auto"]
 Granularity = Literal["auto", "batch", "sample"]
@@ -91,7 +93,8 @@ class Checkpoint:
         """The files that are there, by rank."""
         path = Path(self.path).resolve()  # of a link, what it leads to
         named = re.compile(re.escape(f"{path.name}.rank") + "([1-9][0-9]*)")
-        found = {0: path} if path.exists() else {}
+        found = {0: path if path.exists() else index_of(path)}
+        found = {rank: path for rank, path in found.items() if path.exists()}
         for entry in path.parent.iterdir() if path.parent.is_dir() else ():
             if rank := named.fullmatch(entry.name):
                 found[int(rank[1])] = entry
@@ -106,6 +109,7 @@ class Checkpoint:
         """Delete the files of all processes."""
         for path in self.files().values():
             path.unlink(missing_ok=True)
+        remove_parts(Path(self.path).resolve())
 
 
 @dataclass(frozen=True)

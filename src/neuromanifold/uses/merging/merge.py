@@ -25,10 +25,11 @@ from neuromanifold._version import __version__
 from neuromanifold.core.checks import finite_number, message, one_of
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.diagonal import diagonal_from_file
-from neuromanifold.results.files import load_tensors
+from neuromanifold.results.files import files_of, load_tensors
+from neuromanifold.results.sharded import parse_size
 from neuromanifold.results.table import text_table
 from neuromanifold.uses.matching import RESULT, check_diagonal, check_squares, first_of, matched_shapes
-from neuromanifold.uses.merging.checkpoints import TensorSource, from_files, parse_size, source_of, write_checkpoint
+from neuromanifold.uses.merging.checkpoints import TensorSource, from_files, source_of, write_checkpoint
 
 METHODS = ("fisher", "average", "task-arithmetic", "ties")
 _WITHOUT = "averaged, without a Fisher"
@@ -308,7 +309,7 @@ def _opened(fisher: DiagonalFisher | str | Path, argument: str) -> tuple[Diagona
     if head.get("kind") != "diagonal":
         expected = "a diagonal (nm.fisher_diagonal and `neuromanifold estimate` make one)"
         raise ValueError(message(argument, expected, f"{fisher}, a {head.get('kind')}"))
-    sums = from_files([Path(fisher)], str(fisher), None, results=True)
+    sums = from_files(files_of(fisher), str(fisher), None, results=True)
     empty = {name: torch.empty(shape, device="meta") for name, shape in sums.shapes.items()}
     return check_diagonal(diagonal_from_file(empty, head), argument), sums, "sum/"
 
