@@ -131,7 +131,7 @@ def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards:
         if parameter.device.type == "meta":
             got = f"{name!r} on the meta device (offloaded to CPU or disk by device_map, or not loaded)"
             advice = "Autograd keeps all weights for the backward pass, so that offloading saves nothing. Leave it out "
-            advice += "with `parameters`, choose a device_map without 'cpu' and 'disk', or use FSDP2 (fully_shard) with "
+            advice += "with `parameters`, choose a device_map without 'cpu' and 'disk', or use FSDP2 with "
             advice += "CPUOffloadPolicy."
             raise ValueError(message("parameters", "in memory", got, advice))
 
