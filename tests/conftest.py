@@ -24,3 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a job in the bac
 def pytest_collection_finish() -> None:
     """Leave modules and collected tests out of garbage collection from here on: they stay, and are many."""
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
