@@ -64,6 +64,11 @@ class Form(ABC):
         del start, stop
         return None
 
+    def product_with(self, start: int, stop: int, matrix: Tensor, constant: Tensor | None) -> Product | None:
+        """Return `product_of` with right @ matrix + constant for the right side; None where that saves nothing."""
+        del start, stop, matrix, constant
+        return None
+
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
         return ranges(self.samples, self.samples)
