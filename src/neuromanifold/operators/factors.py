@@ -66,13 +66,26 @@ def fisher_factors(
 ) -> FisherFactors:
     """Return the stack G of the gradients g of probes, with E[GᵀG] = F: a low-rank estimate of the whole matrix.
 
-    Arguments as in `fisher_diagonal`, and:
+    Cost: one backward pass for each batch and probe, and memory for the rows that are kept.  Arguments that are not
+    listed are those of `fisher_diagonal`.
 
-    - `granularity`: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
-      one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
-    - `dtype` and `device` of the rows that are kept: float32, float64, bfloat16 or float16, on the model's device
-      unless given.
-    - `max_bytes`: refuse to keep more than that, as soon as it can be told.
+    Args:
+        granularity: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
+            one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
+        dtype: of the rows that are kept: float32, float64, bfloat16 or float16.
+        device: of the rows that are kept; the model's unless given.
+        max_bytes: refuse to keep more than that, as soon as it can be told.
+
+    Returns:
+        A `FisherFactors`: F as an operator with products, spectrum and damped solutions.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected, or the rows take more than `max_bytes`.
+
+    Example:
+        >>> F = nm.fisher_factors(model, data, nm.Exact(), granularity="sample")
+        >>> F.rank, F.eigenpairs(2).values.shape
+        (64, torch.Size([2]))
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(granularity, "granularity", "batch", "sample")
@@ -88,7 +101,9 @@ def fisher_factors(
     tensors = list(problem.parameters.values())
     rows = GradientRows(tensors, promoted(dtype), stack.take, stack.reserve, stack.after_batch)
     counts = run(problem, settings, rows, LoopOptions(progress))
-    return FisherFactors(stack.whole(), layout, counts.samples, make_provenance(problem, settings, counts), view)
+    return FisherFactors(
+        stack.whole(), layout, counts.samples, make_provenance(problem, settings, counts), view, counts.positions
+    )
 
 
 class _KeptRows:
@@ -150,18 +165,31 @@ def _in_range(converted: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
 
 
 class FisherFactors(StoredMetric):
-    """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P].
+    """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P]: what `nm.fisher_factors` returns.
 
     With unbiased probes E[F] is the Fisher information, though its rank is r; with `nm.Exact()` and a row for each
     sample it is the Fisher information itself.  Products, entries, norms, the spectrum and damped solutions come from G
     and from the small r×r matrix G Gᵀ, which is stored in float64.
+
+    Example:
+        >>> F = nm.fisher_factors(model, data, granularity="sample")
+        >>> F.shape, F.rank
+        ((67, 67), 32)
+        >>> F.block("2.bias").shape
+        torch.Size([3, 3])
     """
 
     def __init__(
-        self, rows: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction = "mean"
+        self,
+        rows: Tensor,
+        layout: ParameterLayout,
+        count: int,
+        provenance: Provenance,
+        reduction: Reduction = "mean",
+        positions: int = 0,
     ) -> None:
         self.rows = rows
-        super().__init__(rows, layout, count, provenance, reduction)
+        super().__init__(rows, layout, count, provenance, reduction, positions)
 
     @property
     def rank(self) -> int:
@@ -200,7 +228,7 @@ class FisherFactors(StoredMetric):
             raise ValueError(message("patterns", f"matched by a parameter, such as {some}", str(patterns)))
         rows = torch.cat([self._columns(name) for name in names], 1)
         layout = ParameterLayout({name: self.layout.shapes[name] for name in names})
-        return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
+        return FisherFactors(rows, layout, self.count, self.provenance, self.reduction, self.positions)
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
@@ -210,7 +238,7 @@ class FisherFactors(StoredMetric):
         squares = [piece.square().sum(1) for _, piece in self._pieces(torch.float64)]
         total, fourth = (sum(float((value**power).sum()) for value in squares) for power in (1, 2))
         noise = math.sqrt(self.provenance.noise_factor * fourth) if self.provenance.seeds else 0.0
-        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction)
+        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
 
     @property
     def frobenius_norm(self) -> float:
@@ -276,12 +304,13 @@ class FisherFactors(StoredMetric):
             raise ValueError(message("other", "factors of the same parameters", "factors of other ones"))
         provenance = self.provenance.plus(other.provenance)
         rows = torch.cat([self.rows, other.rows.to(self.device)])  # in the wider of both dtypes
-        return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)
+        counts = self.count + other.count, self.positions + other.positions
+        return FisherFactors(rows, self.layout, counts[0], provenance, self.reduction, counts[1])
 
     def _times(self, factor: float) -> FisherFactors:
         root, provenance = math.sqrt(factor), self.provenance.times(factor)
         rows = _in_range(self.rows * root, self.rows, root)
-        return FisherFactors(rows, self.layout, self.count, provenance, self.reduction)
+        return FisherFactors(rows, self.layout, self.count, provenance, self.reduction, self.positions)
 
     def __repr__(self) -> str:
         size = self.rows.numel() * self.rows.element_size() / 2**20
@@ -291,7 +320,7 @@ class FisherFactors(StoredMetric):
     def to(self, target: torch.device | torch.dtype | str) -> FisherFactors:
         """The factors on another device, or in another floating-point type."""
         rows = _in_range(self.rows.to(target), self.rows)
-        return FisherFactors(rows, self.layout, self.count, self.provenance, self.reduction)
+        return FisherFactors(rows, self.layout, self.count, self.provenance, self.reduction, self.positions)
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""

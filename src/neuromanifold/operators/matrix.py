@@ -54,14 +54,31 @@ def fisher_matrix(
     label_key: str = "labels",
     shift_labels: ShiftLabels = "auto",
 ) -> FisherMatrix:
-    """F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
+    """Return F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
 
-    The gradients of the samples of a batch are held at a time, [B, P].  Arguments as in `fisher_diagonal`, and:
+    For small models and single layers.  Cost: C - 1 backward passes for each batch with the default `nm.Exact()`, and
+    the gradients [B, P] of the samples of a batch at a time.  Arguments that are not listed are those of
+    `fisher_diagonal`.
 
-    - `estimator`: `nm.Exact()` unless given; any other works sample by sample, too.
-    - `blocks`: None for all of F, "layer" for the diagonal blocks of modules.
-    - `dtype`: float32 or float64; that of the parameters unless given.
-    - `max_bytes`: refuse if the matrix takes more than that.
+    Args:
+        estimator: `nm.Exact()` unless given; any other is squared per sample, too.
+        blocks: None for all of F, "layer" for the diagonal blocks of modules.
+        dtype: float32 or float64; that of the parameters unless given.
+        max_bytes: refuse if the matrix takes more than that.
+
+    Returns:
+        A `FisherMatrix`, whose `.dense()` is the tensor.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected, or the matrix takes more than
+            `max_bytes`.
+
+    Example:
+        >>> F = nm.fisher_matrix(model, data)
+        >>> F.dense().shape
+        torch.Size([67, 67])
+        >>> list(nm.fisher_matrix(model, data, blocks="layer"))
+        ['0', '2']
     """
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
@@ -93,7 +110,9 @@ def fisher_matrix(
 
     rows = GradientRows(list(chosen.values()), dtype, take, reserve)
     counts = run(problem, settings, rows, LoopOptions(progress))
-    return FisherMatrix(sums, layout, counts.samples, make_provenance(problem, settings, counts), view)
+    return FisherMatrix(
+        sums, layout, counts.samples, make_provenance(problem, settings, counts), view, counts.positions
+    )
 
 
 def _check_size(sizes: dict[str, int], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
@@ -112,9 +131,15 @@ def _check_size(sizes: dict[str, int], dtype: torch.dtype, blocks: str | None, l
 
 
 class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
-    """F, dense: one block for all parameters (under the name ""), or one for each layer (by the module's name).
+    """F as a dense matrix, or as dense blocks, one for each layer: what `nm.fisher_matrix` returns.
 
-    As a mapping it gives the blocks.  Several blocks are block-diagonal: entries between layers are taken as zero.
+    As a mapping it gives the blocks by the module's name; a single block for all parameters is named "".  With several
+    blocks, entries between layers are taken as zero.
+
+    Example:
+        >>> F = nm.fisher_matrix(model, data, blocks="layer")
+        >>> F.layer("2").eigenvalues().shape
+        torch.Size([27])
     """
 
     def __init__(
@@ -124,10 +149,11 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         count: int,
         provenance: Provenance,
         reduction: Reduction = "mean",
+        positions: int = 0,
     ) -> None:
         """`blocks`: sums over samples, of all parameters (under "") or of those of each layer."""
         self.blocks = blocks
-        super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction)
+        super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction, positions)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.blocks[name] / self._divisor
@@ -160,7 +186,8 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         else:
             index = self.layout.layer_indices(self.device)[name]
             block = self.blocks[""][index][:, index]
-        return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
+        fields = self.count, self.provenance, self.reduction, self.positions
+        return FisherMatrix({"": block}, ParameterLayout(kept), *fields)
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
@@ -173,7 +200,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         """
         total = sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks.values())
         bound = math.sqrt(self.provenance.noise_factor) * sum(self._norms()) if self.provenance.seeds else 0.0
-        return TraceEstimate(total, bound, self.count, self.provenance, self.reduction)
+        return TraceEstimate(total, bound, self.count, self.provenance, self.reduction, self.positions)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the diagonal entries F_ii by parameter name."""
@@ -244,11 +271,13 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             raise ValueError(message("other", "a matrix of the same parameters and blocks", "one of other ones"))
         provenance = self.provenance.plus(other.provenance)
         blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
-        return FisherMatrix(blocks, self.layout, self.count + other.count, provenance, self.reduction)
+        counts = self.count + other.count, self.positions + other.positions
+        return FisherMatrix(blocks, self.layout, counts[0], provenance, self.reduction, counts[1])
 
     def _times(self, factor: float) -> FisherMatrix:
         blocks = {name: block * factor for name, block in self.blocks.items()}
-        return FisherMatrix(blocks, self.layout, self.count, self.provenance.times(factor), self.reduction)
+        provenance = self.provenance.times(factor)
+        return FisherMatrix(blocks, self.layout, self.count, provenance, self.reduction, self.positions)
 
     def __repr__(self) -> str:
         kind = "dense" if self._is_whole else f"{len(self)} blocks"

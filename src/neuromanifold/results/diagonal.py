@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core.checks import Reduction, check_reduction, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.error_bars import ErrorBars, coarser, converted, entry_noise, row_sums
-from neuromanifold.results.files import load, reads, save_tensors
+from neuromanifold.results.files import LazyTensors, load, mapped, reads, renamed
 from neuromanifold.results.intervals import check_level, interval
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
+from neuromanifold.results.sharded import SHARD_SIZE, save_result, whole
 from neuromanifold.results.summary import HEADER, NOTES, summarize
 from neuromanifold.results.table import WIDTH, text_table
 from neuromanifold.results.trace import TraceEstimate, Viewed
@@ -31,23 +33,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
-    """A mapping from parameter name to a tensor of the parameter's shape.
+    """The diagonal of F: a mapping from parameter name to a tensor of the parameter's shape, with standard errors.
 
     What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
     sample), "sum", or "token" (per position that counts, of sequences).  So results do not depend on the batch size,
-    and two of them over disjoint data add with `+`.
-    Standard errors are those of the probes' noise; the data are taken as given.
+    and two of them over disjoint data add with `+`.  Standard errors are those of the probes' noise; the data are taken
+    as given.  Tied parameters are listed once, under their first name, and found under every name; so are those of a
+    wrapped model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
 
-    Tied parameters are listed once, under their first name, and found under every name; so are those of a wrapped
-    model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data)
+        >>> list(fim), fim.count
+        (['0.weight', '0.bias', '2.weight', '2.bias'], 32)
+        >>> print(f"{fim['2.bias'][0]:.3f} ± {fim.stderr['2.bias'][0]:.3f}")
+        0.258 ± 0.043
+        >>> halves = nm.fisher_diagonal(model, data[:2]) + nm.fisher_diagonal(model, data[2:], seed=1)
+        >>> halves.count
+        32
     """
 
-    sums: dict[str, Tensor]
-    noise: dict[str, Tensor]  # standard errors of the sums, of rows, or none: see `error_bars`
+    sums: Mapping[str, Tensor]
+    noise: Mapping[str, Tensor]  # standard errors of the sums, of rows, or none: see `error_bars`
     count: int  # samples
     positions: int  # output distributions: as many as samples, or tokens, or pixels
     provenance: Provenance
     reduction: Reduction = "mean"
+    noiseless: Mapping[str, Tensor] = field(default_factory=dict)  # the parts of sums that are not random, if any are
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[self.provenance.find(name, self.sums)] / self.divisor
@@ -79,16 +90,20 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         `error_bars="rows"` the standard errors are those of the rows; else the sums of their entries', a wide bound.
         """
         kind = coarser(self.error_bars, "rows")
-        sums = {name: row_sums(value) for name, value in self.sums.items()}
-        provenance = replace(self.provenance, error_bars=bool(kind))  # each value has its own
-        return replace(self, sums=sums, noise=converted(self.noise, self.error_bars, kind), provenance=provenance)
+        sums, apart = ({n: row_sums(value) for n, value in d.items()} for d in (self.sums, self.noiseless))
+        noise, provenance = (
+            converted(self.noise, self.error_bars, kind),
+            replace(self.provenance, error_bars=bool(kind)),
+        )
+        return replace(self, sums=sums, noise=noise, provenance=provenance, noiseless=apart)  # each has error bars
 
     def interval(self, level: float = 0.95) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
 
         Those of a scaled χ² (`results.intervals`), which holds where only a few samples contribute to an entry, too;
-        F̂ ± 2 stderr does not.  Where samples were left out (`passes`), they may contribute to entries in which nothing
-        seems to be random: the upper end is then that of one sample, and infinite where the estimate is zero.
+        F̂ ± 2 stderr does not.  What is `noiseless` is only added.  Where samples were left out (`passes`), they may
+        contribute to entries in which nothing seems to be random: the upper end is then that of one sample, and
+        infinite where the estimate is zero.
         """
         level = check_level(level)
         return _Intervals(self, level, 0), _Intervals(self, level, 1)
@@ -144,37 +159,41 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         mine, others = (converted(d.noise, d.error_bars, provenance.error_bars) for d in (self, other))
         random = all(any(bool((value > 0).any()) for value in noise.values()) for noise in (mine, others))
         combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
+        apart = self.noiseless or other.noiseless
+        if self.noiseless and other.noiseless:
+            apart = mapped(lambda a, b: a + b.to(a), self.noiseless, other.noiseless)
         return replace(
             self,
-            sums={name: value + other.sums[name].to(value) for name, value in self.sums.items()},
-            noise={name: combine(value, others[name].to(value)) for name, value in mine.items()},
+            sums=mapped(lambda a, b: a + b.to(a), self.sums, other.sums),
+            noise=mapped(lambda a, b: combine(a, b.to(a)), mine, others),
             count=self.count + other.count,
             positions=self.positions + other.positions,
             provenance=provenance,
+            noiseless=apart,
         )
 
     def _times(self, factor: float) -> DiagonalFisher:
-        return replace(self._mapped(lambda value: value * factor), provenance=self.provenance.times(factor))
+        scaled = self._changed(lambda d: mapped(lambda value: value * factor, d))
+        return replace(scaled, provenance=self.provenance.times(factor))
+
+    def _changed(self, function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> DiagonalFisher:
+        """The result with a function applied to sums, standard errors and parts without noise."""
+        sums, noise, apart = (function(d) for d in (self.sums, self.noise, self.noiseless))
+        return replace(self, sums=sums, noise=noise, noiseless=apart)
 
     def to(self, target: torch.device | torch.dtype | str) -> DiagonalFisher:
         """The result on another device, or in float32, float64 or bfloat16 (sums leave the range of float16)."""
         if isinstance(target, torch.dtype) and target not in (torch.float32, torch.float64, torch.bfloat16):
             advice = "Convert single tensors of the mean yourself if you must."
             raise ValueError(message("target", "a device, float32, float64 or bfloat16", str(target), advice))
-        return self._mapped(lambda value: value.to(target))
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> DiagonalFisher:
-        """The result with a function applied to each tensor of sums and of standard errors."""
-        sums, noise = ({name: function(value) for name, value in d.items()} for d in (self.sums, self.noise))
-        return replace(self, sums=sums, noise=noise)
+        return self._changed(lambda d: {name: value.to(target) for name, value in d.items()})
 
     def filter(self, *patterns: str) -> DiagonalFisher:
         """Only the parameters whose names match one of the patterns, such as "encoder.*"."""
         names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
             raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
-        noise = {name: self.noise[name] for name in names if name in self.noise}
-        return replace(self, sums={name: self.sums[name] for name in names}, noise=noise)
+        return self._changed(lambda d: renamed(d, {name: name for name in names if name in d}))
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
         """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
@@ -205,13 +224,23 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         written: Path = drawing("report")(path, [self, *others], titles)
         return written
 
-    def save(self, path: str | Path) -> None:
-        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
-        tensors = {f"sum/{name}": value for name, value in self.sums.items()}
-        tensors |= {f"noise/{name}": value for name, value in self.noise.items()}
+    def save(self, path: str | Path, shard_size: str | int = SHARD_SIZE) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it.
+
+        What is larger than `shard_size` is written to several files with an index, as Hugging Face does with models:
+        fim-00001-of-00002.safetensors, ... and fim.safetensors.index.json, which `nm.load` finds by either name.  Their
+        tensors are mapped into memory, and sums of such results are computed a tensor at a time, when they are saved.
+        """
+        self._save(path, shard_size)
+
+    def _save(self, path: str | Path, shard_size: str | int, divided: bool = False) -> None:
+        places = {f"sum/{name}": (self.sums, name) for name in self.sums}
+        places |= {f"noise/{name}": (self.noise, name) for name in self.noise}
+        places |= {f"noiseless/{name}": (self.noiseless, name) for name in self.noiseless}
+        tensors = LazyTensors(lambda place: place[0][place[1]], places)
         numbers = {"count": str(self.count), "positions": str(self.positions), "reduction": self.reduction}
         texts = {"names": json.dumps(list(self.sums)), "provenance": self.provenance.to_json()}
-        save_tensors(path, tensors, "diagonal", {**numbers, **texts})
+        save_result(path, tensors, "diagonal", {**numbers, **texts}, shard_size, divided)
 
     def _footer(self) -> str:
         p = self.provenance
@@ -237,6 +266,51 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         if "batch" in squared and len(squared) > 1:
             lines.append(f"squared per batch, with more noise, because no rule covers them: {shown['batch']}")
         return lines
+
+
+class ShardedFisher(DiagonalFisher):
+    """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model in FSDP2 are.
+
+    What needs values of all processes (`trace`, `save`, `gathered`) is called by all of them.  Results add, scale and
+    are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
+    """
+
+    @override
+    def _total(self, tensor: Any) -> float:
+        return float(tensor.double().sum().full_tensor())
+
+    @override
+    def save(self, path: str | Path, shard_size: str | int = SHARD_SIZE) -> None:
+        """Write whole parameters to a file or more for each process, with an index; none has all of them at a time.
+
+        The folder must be one that all processes see.
+        """
+        self._save(path, shard_size, divided=True)
+
+    def gathered(self) -> DiagonalFisher:
+        """Return the whole result on each process, which must have the memory for it."""
+        sums, noise = ({name: whole(t) for name, t in d.items()} for d in (self.sums, self.noise))
+        return DiagonalFisher(sums, noise, self.count, self.positions, self.provenance, self.reduction)
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        advice = "Save the result and nm.load it in one process, or take fim.gathered() if memory has room for it."
+        raise ValueError(message("fim", "whole for intervals, rows, comparisons and pages", "in parts", advice))
+
+    interval = compare = plot = report = _refuse
+    rows = property(_refuse)
+
+    @override
+    def _repr_html_(self) -> str:
+        return f"<pre>{self}</pre>"
+
+    @override
+    def __str__(self) -> str:
+        here = sum(tensor.to_local().numel() for tensor in self.sums.values())  # type: ignore[attr-defined]
+        entries = sum(tensor.numel() for tensor in self.sums.values())
+        what = f"{len(self)} parameters, {here:,} of {entries:,} entries in this process"
+        return f"{type(self).__name__} ({self.unit}): {what}\n{self._footer()}\nSave it, and nm.load it anywhere."
+
+    __repr__ = __str__
 
 
 class _PerParameter(Mapping[str, Tensor]):
@@ -276,7 +350,7 @@ class _Intervals(_PerParameter):
         result = self._result
         name = result.provenance.find(name, result.sums)
         sums, noise = result.sums[name], entry_noise(result.noise, result.sums, name)
-        found = interval(sums, noise, self._level)[self._end]
+        found = interval(sums, noise, self._level, result.noiseless.get(name))[self._end]
         if self._end and result.provenance.left_out:
             of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
             found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
@@ -288,18 +362,19 @@ class _Intervals(_PerParameter):
 
 
 @reads("diagonal")
-def diagonal_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> DiagonalFisher:
+def diagonal_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> DiagonalFisher:
     """The diagonal that `DiagonalFisher.save` wrote."""
     names = json.loads(head["names"])  # the file has an order of its own
     provenance = Provenance.from_json(head["provenance"])
-    sums = {name: tensors[f"sum/{name}"] for name in names}
-    noise = {name: tensors[f"noise/{name}"] for name in names if provenance.error_bars}
+    sums = renamed(tensors, {name: f"sum/{name}" for name in names})
+    noise = renamed(tensors, {name: f"noise/{name}" for name in names if provenance.error_bars})
     count, positions, reduction = (
         int(head["count"]),
         int(head["positions"]),
         check_reduction(head["reduction"], tokens=True),
     )
-    return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
+    apart = renamed(tensors, {name: f"noiseless/{name}" for name in names if f"noiseless/{name}" in tensors})
+    return DiagonalFisher(sums, noise, count, positions, provenance, reduction, apart)
 
 
 def load_diagonal(path: str | Path) -> DiagonalFisher:

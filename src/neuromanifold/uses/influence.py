@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from neuromanifold.core.checks import finite_number, message
 from neuromanifold.estimators import Empirical
-from neuromanifold.operators.metric import Metric
+from neuromanifold.operators.metric import Metric, StoredMetric
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.loop import run
 from neuromanifold.run.settings import LoopOptions, Settings
+from neuromanifold.uses.matching import check_weights
 
 
 @torch.inference_mode(mode=False)
@@ -36,8 +37,9 @@ def influence(
 
     With the loss -log p(y|x), summed over N training samples, and H = F + damping I per sample in place of its Hessian,
     leaving out sample n moves the optimum by H⁻¹ ∇loss_n/N, so that the loss of test sample q rises by g_qᵀ H⁻¹ g_n/N
-    (Koh and Liang 2017).  Large positive scores are helpful samples, negative ones harmful.  The gradients of the test
-    samples are held, [Q, P], and those of one batch of training samples.
+    (Koh and Liang 2017).  Large positive scores are helpful samples, negative ones harmful.  Cost: one per-sample
+    backward pass over both data sets and a solution for each test sample; held are the gradients of the test samples,
+    [Q, P], and those of one batch of training samples.
 
     Args:
         model: trained; a classifier with labels, or another `likelihood` with its targets.  Nothing of it is changed.
@@ -48,10 +50,22 @@ def influence(
         progress: show a progress bar over the training samples.
         options: `likelihood`, `class_dim`, `ignore_index`, ... as in `fisher_diagonal`.
 
+    Returns:
+        A tensor [Q, N].
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected, such as data without labels.
+
+    Example:
+        >>> F = nm.fisher_kronecker(model, data)
+        >>> nm.influence(model, data, data[:1], F, damping=1e-2).shape
+        torch.Size([8, 32])
     """
     if not isinstance(fisher, Metric):
         advice = "Make one with nm.fisher_kronecker(model, train)."
         raise TypeError(message("fisher", "a metric such as nm.KroneckerFisher", type(fisher).__name__, advice))
+    if isinstance(fisher, StoredMetric):
+        check_weights(fisher.provenance, model, "fisher")
     damping, metric = finite_number(damping, "damping"), fisher.mean
     queries: list[Tensor] = []
     _take_gradients(model, test, metric, queries.append, LoopOptions(), options)

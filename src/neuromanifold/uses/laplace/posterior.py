@@ -25,19 +25,16 @@ from neuromanifold.core.checks import finite_number, integer_in_range, message, 
 from neuromanifold.operators.jacobian import WithParameters
 from neuromanifold.operators.kronecker import KroneckerFisher
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.model import plain_name
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.uses.laplace.covariance import output_covariances, unlabelled
 from neuromanifold.uses.laplace.curvature import Block, Curvature, curvature_of, shapes_of
-from neuromanifold.uses.matching import RESULT, matched_shapes
+from neuromanifold.uses.matching import RESULT, check_weights, matched_shapes
 
 Method = Literal["probit", "linearised", "sampled"]
 _KNOWN: dict[str, type[Core]] = {"Categorical": Categorical, "Bernoulli": Bernoulli, "Gaussian": Gaussian}
-_FINGERPRINTED = 1024  # numbers of each parameter, as in a result's provenance
 
 
 class Prediction(NamedTuple):
@@ -48,24 +45,29 @@ class Prediction(NamedTuple):
 
 
 class Laplace:
-    """A Gaussian posterior over the parameters of a result, N(θ̂, (N F + δ)⁻¹), around those of the model.
-
-        fim = nm.fisher_kronecker(model, training_data, parameters="head.*")     last layer, or all of them
-        laplace = nm.Laplace(model, fim).optimize_prior_precision()
-        laplace.predict(test_data).mean                                         probabilities [N, C]
+    """A Gaussian posterior N(θ̂, (N F + δ)⁻¹) over the parameters of a result, around those of the model.
 
     N F is the sum over samples, which a result knows in every view.  Parameters that the result does not have stay
-    where they are.  The model is referred to, and its present parameters are the posterior's mean.
+    where they are.  The model is referred to, and its present parameters are the posterior's mean.  Cost of a
+    prediction: one forward pass for each drawn model, or the products with J of the linearised network.
 
     Args:
         model: the trained model at whose parameters `fim` was computed.
-        fim: of `nm.fisher_kronecker`, with correlations inside of each layer, or of `nm.fisher_diagonal`, without
-            any; over part of the training data if `samples` says how many there are in all.
-        prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor,
-            the same for a weight and a bias that share a Kronecker block.
+        fim: of `nm.fisher_kronecker`, with correlations inside of each layer, or of `nm.fisher_diagonal`, without any;
+            over part of the training data if `samples` says how many there are in all.
+        prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor, the
+            same for a weight and a bias that share a Kronecker block.
         likelihood: as in `nm.fisher_diagonal`; needed only if the result's was not one of the library's own classes.
         samples: how many training samples there are, N; the result's own count if not given.
 
+    Raises:
+        TypeError, ValueError: model and result do not fit, or an argument is out of range.
+
+    Example:
+        >>> fim = nm.fisher_kronecker(model, data, parameters="2.*")  # the last layer
+        >>> laplace = nm.Laplace(model, fim).optimize_prior_precision()
+        >>> laplace.predict(data).mean.shape  # probabilities [N, C]
+        torch.Size([32, 3])
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Laplace:
         """
         one_of(method, "method", "probit", "linearised", "sampled")
         samples, seed = integer_in_range(samples, "samples", 1, 10**9, "draws"), random_seed(seed)
-        self._check_weights()
+        check_weights(self._fim.provenance, self.model, "fim")
         if method == "sampled":
             found = list(self._sampled(data, samples, seed, reading))
         else:
@@ -129,7 +131,7 @@ class Laplace:
 
         The data are those that N counts, with labels; an error says if their number is another one.
         """
-        self._check_weights()
+        check_weights(self._fim.provenance, self.model, "fim")
         problem, total, samples = self._problem(data, reading), 0.0, 0
         with problem.session():
             for batch in problem.batches():
@@ -154,7 +156,7 @@ class Laplace:
         decreases, so that there is one solution, and it is the maximum.  No pass over the data is needed.
         """
         one_of(scope, "scope", "model", "tensor")
-        self._check_weights()
+        check_weights(self._fim.provenance, self.model, "fim")
         blocks, found = list(self.curvature.blocks), dict[str, float]()
         for group in [blocks] if scope == "model" else [[block] for block in blocks]:
             names = [name for block in group for name in block]
@@ -297,16 +299,7 @@ class Laplace:
             raise ValueError(message("fim", "a result that was not scaled", f"one multiplied by {p.scale:g}", advice))
         if p.target.startswith("not a Fisher"):
             raise ValueError(message("fim", "a Fisher information", f"{p.estimator}: {p.target}"))
-        self._check_weights()
-
-    def _check_weights(self) -> None:
-        p, named = self._fim.provenance, {plain_name(n): value for n, value in self.model.named_parameters()}
-        chosen = [(name, named[name]) for name in p.granularity if name in named]
-        if not p.weights or len(chosen) < len(p.granularity):
-            return
-        if fingerprint(*chosen, most=_FINGERPRINTED) != p.weights:
-            advice = "Compute it again at these weights, or restore those that it was made at."
-            raise ValueError(message("fim", "a result at the model's present weights", "one of other weights", advice))
+        check_weights(self._fim.provenance, self.model, "fim")
 
 
 def log_likelihood(core: Core, labels: Tensor) -> Tensor:
