@@ -64,8 +64,8 @@ class PerSampleBackward:
             if use.capture is None or plan.layouts[use.key].shared
             for site in use.sites
         ]
-        edges, remaining = [edge for *_, edge in self._edges], [parameters[i] for i in uses.remaining]
-        self._targets: list[Any] = [hooks.root, *edges, *remaining]
+        remaining = map(parameters.__getitem__, uses.remaining)
+        self._targets: list[Any] = [hooks.root, *(edge for *_, edge in self._edges), *remaining]
         self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
 
     def __call__(
@@ -93,7 +93,8 @@ class PerSampleBackward:
         self._waiting = {}
         with self._hooks.consumed_by(consume):
             _, *found = _gradients(logits, self._targets, cotangent, keep_graph)
-        self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
+        if self._edges or self._waiting:
+            self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
         return self._by_number(self.uses.remaining, found[len(self._edges) :])
 
     def with_tokens(self, tokens: frozenset[Key]) -> PerSampleBackward:
@@ -176,8 +177,14 @@ class PerSampleBackward:
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
-        forms = self._forms(use, g, layout, observer)
-        if use.key in self._tokens:
+        by_token = use.key in self._tokens
+        if observer is not None:
+            forms = self._observed(use, g, layout, observer)
+        else:
+            if self._late is not None and use.key in self.plan.unverified:
+                self._late.logical_or_((g != 0).any().to(self._late.device))
+            forms = use.forms(g, self.uses.samples, layout, tokens=by_token)
+        if by_token:
             made_by = made_by._replace(sample_noise=made_by.token_noise)
         for i, form in forms.items():
             uses = self.uses.counts[i]
@@ -189,12 +196,8 @@ class PerSampleBackward:
             if len(waiting) == uses:
                 to.add_samples(i, add(self._waiting.pop(i)), made_by)
 
-    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: VerificationObserver | None) -> dict[int, Form]:
-        """Return the gradients of a use; none if an observer is there and the rule does not apply."""
-        if observer is None:
-            if self._late is not None and use.key in self.plan.unverified:
-                self._late.logical_or_((g != 0).any().to(self._late.device))
-            return use.forms(g, self.uses.samples, layout, tokens=use.key in self._tokens)
+    def _observed(self, use: Use, g: Tensor, layout: Layout, observer: VerificationObserver) -> dict[int, Form]:
+        """Return the gradients of a use; none if the rule does not apply."""
         observer.captured(use, g)
         try:
             return use.forms(g, self.uses.samples, layout, validating=True)

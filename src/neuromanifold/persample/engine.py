@@ -70,6 +70,8 @@ class PerSampleGradients:
         self.excluded: frozenset[int] = frozenset()
         self.may_synchronize = True
         """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
+        self.every_batch = False
+        """Whether some kind of graph seen so far has to be verified with every batch."""
         self.carries_state = False
         """Whether a forward pass has changed buffers or attributes of the model, which a repeated one must not see."""
         self._plans: dict[int, Plan] = {}
@@ -92,11 +94,6 @@ class PerSampleGradients:
     def needs_reference(self) -> bool:
         """Whether the next forward pass is to be verified, against the gradients of one without hooks."""
         return self._any("needs reference", self._requested or _is_due(self._batches) or self.every_batch)
-
-    @property
-    def every_batch(self) -> bool:
-        """Whether some kind of graph seen so far has to be verified with every batch."""
-        return any(not plan.followed for plan in self._plans.values())
 
     def reference(self, logits: Tensor) -> Reference:
         """Differentiate the logits of a forward pass without hooks; its graph is freed."""
@@ -159,6 +156,7 @@ class PerSampleGradients:
             return None
         self.verified, self._requested = self.verified + 1, False
         self._plans[uses.signature] = plan
+        self.every_batch = any(not known.followed for known in self._plans.values())
         return self._ready(uses, plan, logits)
 
     def _any(self, what: str, flag: bool) -> bool:

@@ -24,7 +24,7 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
-from neuromanifold.problem.batches import Batch, read_batch, tensors_in
+from neuromanifold.problem.batches import Batch, read_batch
 from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels, virtual_tokens
 from neuromanifold.problem.model import (
     Selection,
@@ -209,12 +209,10 @@ class Problem:
 
     def samples_of(self, batch: Batch, like: Outputs | None = None) -> int:
         """The number of samples of a batch whose outputs are not known, but perhaps those of another."""
-        dims = (
-            t.shape[self.batch_dim if t.ndim > max(2, self.batch_dim) else 0]
-            for t in tensors_in((batch.args, batch.kwargs))
-            if t.ndim
-        )
-        return next(dims, 1 if like is None else len(like.logits))
+        for tensor in batch.inputs():
+            if tensor.ndim:
+                return tensor.shape[self.batch_dim if tensor.ndim > max(2, self.batch_dim) else 0]
+        return 1 if like is None else len(like.logits)
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
         """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""

@@ -134,7 +134,6 @@ class DiagonalSums:
                 self._products[i] = SquaredProduct.of(form, promoted(self._parameters[i].dtype))
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
             return
-        squares = self._square(i)
         self._of_batch = form.samples
         random = self._keeps and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
         self._seen[i] += form.samples if random else 0
@@ -143,7 +142,7 @@ class DiagonalSums:
         first = not (self._taken[i] or i in self._elsewhere)
         takes = self._takes or not form.thins or first or self._sparse[i]
         if not (takes and random):
-            form.add_squares(Accumulators(squares, scale=made_by.scale))
+            form.add_squares(Accumulators(self._square(i), scale=made_by.scale))
             return
         self._taken[i] += form.samples
         look = self._look(form.device)
@@ -332,7 +331,6 @@ class DiagonalSums:
         """Square the gradients of small parameters, all together."""
         self._small.flush()
 
-    @torch.no_grad()
     def end_batch(self) -> None:
         """Add the products that were summed over the passes of this batch, and square small parameters."""
         products, self._products = self._products, {}
@@ -340,6 +338,7 @@ class DiagonalSums:
             self._add_product(i, product)
         self._small.flush()
 
+    @torch.no_grad()
     def _add_product(self, i: int, product: SquaredProduct) -> None:
         self.add_samples(i, product, Pass(sample_noise=1.0))
 
