@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,14 +59,13 @@ class PerSampleBackward:
         """
         self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
         self._tokens = tokens
-        self._edges = [  # where gradients are asked for, besides the captured calls
-            (use, site, site.edge)
-            for use in uses.supported
-            if use.capture is None or plan.layouts[use.key].shared
-            for site in use.sites
-        ]
-        remaining = map(parameters.__getitem__, uses.remaining)
-        self._targets: list[Any] = [hooks.root, *(edge for *_, edge in self._edges), *remaining]
+        self._edges: list[tuple[Use, BroadcastSite, GradientEdge]] = []
+        """Where gradients are asked for, besides the captured calls."""
+        for use in uses.supported:
+            if use.sites and (use.capture is None or plan.layouts[use.key].shared):
+                self._edges += [(use, site, site.edge) for site in use.sites]
+        self._targets: list[Any] = [hooks.root, *map(itemgetter(2), self._edges)]
+        self._targets += map(parameters.__getitem__, uses.remaining)
         self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
 
     def __call__(

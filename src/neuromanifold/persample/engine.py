@@ -62,6 +62,7 @@ class PerSampleGradients:
         dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
         self.names, self.parameters = list(parameters), list(parameters.values()) if shards is None else shards.whole
         self.hooks = Hooks(model, self.parameters, None if shards is None else shards.held)
+        self._numbers = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._batch_dim, self._shards = batch_dim, shards
         self.remaining: set[int] = set()
         """Parameters that autograd has given gradients of, summed over the batch."""
@@ -116,6 +117,11 @@ class PerSampleGradients:
         self.hooks.release()
         self.excluded = frozenset(range(len(self.parameters)))
 
+    def uses(self, logits: Tensor) -> Uses:
+        """Return the uses of the parameters in the graph of a captured forward pass."""
+        captures, numbers = self.hooks.captures, self._numbers
+        return discover(captures, logits, self.parameters, numbers, self.excluded, self._batch_dim)
+
     def backward_of(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
         """Return how to differentiate a captured forward pass; None if it has to be repeated.
 
@@ -123,7 +129,7 @@ class PerSampleGradients:
         have turned out to have no per-sample gradients that pass the verification.
         """
         try:
-            uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
+            uses = self.uses(logits)
         except Exception:  # nested tensors, or whatever else has a graph that cannot be read
             if self._shards is not None:
                 raise

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice, product
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.follow import SHARED, follow
@@ -31,6 +33,7 @@ from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.rules import Call, NotApplicableError
 
 Key = tuple[object, ...]
+_KEY = attrgetter("key")
 _COMBINATIONS = 16  # of layouts that are tried for uses that share parameters
 _IDENTITIES = frozenset({f"{CaptureGradient.__name__}Backward", "RegisterPostBackwardFunctionBackward"})  # FSDP2's
 
@@ -90,6 +93,8 @@ class Uses:
     """Parameters with a use that cannot be done per sample: they have to be excluded."""
     signature: int = 0
     graph: Mapping[Any, list[tuple[Any, int]]] = field(default_factory=dict)  # who uses each node
+    by_capture: dict[Capture, Use] = field(default_factory=dict)
+    """The uses that are captured calls."""
 
     @cached_property
     def counts(self) -> dict[int, int]:
@@ -99,11 +104,6 @@ class Uses:
             for i in use.parameters.values():
                 counts[i] = counts.get(i, 0) + 1
         return counts
-
-    @cached_property
-    def by_capture(self) -> dict[Capture, Use]:
-        """The uses that are captured calls."""
-        return {use.capture: use for use in self.supported if use.capture is not None}
 
     def places(self) -> dict[Key, int]:
         """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
@@ -130,21 +130,27 @@ class Plan:
 
 
 def discover(
-    captures: list[Capture], logits: Tensor, parameters: list[nn.Parameter], excluded: frozenset[int], batch_dim: int
+    captures: list[Capture],
+    logits: Tensor,
+    parameters: list[nn.Parameter],
+    numbers: Mapping[int, int],
+    excluded: frozenset[int],
+    batch_dim: int,
 ) -> Uses:
-    """Find all uses of the parameters in the graph of a forward pass."""
-    samples, numbers = logits.shape[0], {id(parameter): i for i, parameter in enumerate(parameters)}
+    """Find all uses of the parameters in the graph of a forward pass; `numbers` are theirs, by id."""
+    samples = logits.shape[0]
     if logits.grad_fn is None:  # the logits are a parameter
         own = [numbers[id(logits)]] if id(logits) in numbers else []
         return Uses(samples, remaining=own)
     used_by = consumers(logits.grad_fn)
-    supported, unsupported = [], set[int]()
+    supported, unsupported, by_capture = list[Use](), set[int](), dict[Capture, Use]()
     for capture in captures:
         if capture.node not in used_by:
             continue  # its output does not reach the logits
         layouts, sites = _layouts(capture, samples, batch_dim, used_by)
         if layouts and not capture.overwritten:
-            supported.append(Use(("call", *capture.key), capture.parameters, layouts, capture, sites))
+            by_capture[capture] = use = Use(("call", *capture.key), capture.parameters, layouts, capture, sites)
+            supported.append(use)
         else:
             unsupported |= set(capture.parameters.values())
     remaining = []
@@ -159,31 +165,38 @@ def discover(
             continue
         for k, site in enumerate(direct):
             supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,)))
-    covered = {i for use in supported if use.capture is not None for i in use.parameters.values()}
-    unsupported |= covered.intersection(remaining)
+    if remaining:
+        unsupported |= {i for use in by_capture.values() for i in use.parameters.values()}.intersection(remaining)
     # Two heads that take turns have the same graph, and other parameters.
-    kind = hash((signature(used_by, samples), *(use.key for use in supported), *remaining))
-    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by)
+    kind = hash((signature(used_by, samples), *map(_KEY, supported), *remaining))
+    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by, by_capture)
 
 
 def _layouts(
     capture: Capture, samples: int, batch_dim: int, used_by: dict[Any, list[tuple[Any, int]]]
 ) -> tuple[tuple[Layout, ...], tuple[BroadcastSite, ...]]:
     """The layouts that a call's input and output may have, going by their shapes."""
-    shape, x, flexible = capture.shape, capture.x, capture.owner.rule.extra_dims
-    found: list[Layout] = []
-    if len(shape) > 1:
-        dim = batch_dim if len(shape) > 2 else 0
-        dims = dict.fromkeys((dim, 0, 1) if flexible and len(shape) > 2 else (dim,))
-        found = [Layout(d) for d in dims if d < min(len(shape), x.ndim) and shape[d] == x.shape[d] == samples]
-        if flexible and shape[0] == x.shape[0] > samples:
-            found += stacked(0, shape[0], samples)
-    sites = broadcast_sites(capture.node, shape, samples, used_by) if flexible else None
+    flexible = capture.owner.rule.extra_dims
+    found = _of_shapes(capture.shape, capture.x.shape, flexible, samples, batch_dim)
+    sites = broadcast_sites(capture.node, capture.shape, samples, used_by) if flexible else None
     if sites and not any(site.is_product for site in sites):
         dims_of_sites = [{layout.dim for layout in site.layouts} for site in sites]
-        found += [Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites))]
-        return tuple(found), tuple(sites)
-    return tuple(found), ()
+        shared = tuple(Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites)))
+        return found + shared, tuple(sites)
+    return found, ()
+
+
+@lru_cache(maxsize=1024)
+def _of_shapes(shape: torch.Size, x: torch.Size, flexible: bool, samples: int, batch_dim: int) -> tuple[Layout, ...]:
+    """The layouts with the samples in both, an output and the input `x`."""
+    if len(shape) < 2:
+        return ()
+    dim = batch_dim if len(shape) > 2 else 0
+    dims = dict.fromkeys((dim, 0, 1) if flexible and len(shape) > 2 else (dim,))
+    found = [Layout(d) for d in dims if d < min(len(shape), len(x)) and shape[d] == x[d] == samples]
+    if flexible and shape[0] == x[0] > samples:
+        found += stacked(0, shape[0], samples)
+    return tuple(found)
 
 
 def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layout]]:

@@ -103,7 +103,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 (`fully_shard`) has divided the model's parameters among processes."""
     kind = _loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return any(isinstance(module, kind) for module in model.modules())
+    return bool(kind) and any(isinstance(module, kind) for module in model.modules())
 
 
 def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards: bool = False) -> None:
@@ -113,18 +113,17 @@ def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards:
     """
     advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`. "
     advice += "fisher_diagonal and fisher_trace take models in FSDP2 (fully_shard)."
-    shards = shards and is_sharded(model)
+    shards, part = shards and is_sharded(model), _loaded_class("torch.distributed.tensor", "DTensor")
     for name, parameter in model.named_parameters():
-        divided = isinstance(parameter, _loaded_class("torch.distributed.tensor", "DTensor"))
+        divided = isinstance(parameter, part)
         if divided and not shards:
             got = f"{plain_name(name)!r} sharded over processes (fully_shard or tensor parallel)"
             raise ValueError(message("model", "whole on each process", got, advice))
         if shards and not divided and name in chosen:
             expected = "in FSDP2 with all of the chosen parameters"
             raise ValueError(message("model", expected, f"{name!r}, which is whole on each process"))
-    if any(
-        isinstance(one, _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")) for one in model.modules()
-    ):
+    older = _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if older and any(isinstance(one, older) for one in model.modules()):
         got = "FullyShardedDataParallel, which shards parameters over processes"
         raise ValueError(message("model", "whole on each process", got, advice))
     for name, parameter in chosen.items():
@@ -135,7 +134,7 @@ def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards:
 
 
 def _loaded_class(module: str, name: str) -> Any:
-    """A class of a module that takes long to import; without it there is no instance, for which () stands."""
+    """A class of a module that takes long to import; () if it has not been imported, so that there is no instance."""
     return getattr(sys.modules.get(module), name, ())
 
 

@@ -114,17 +114,20 @@ class DealtWindows:
 
     def __iter__(self) -> Iterator[Window]:
         """Go through the data."""
-        size, place = self._dealing.window, 0
+        size, place, resumed = self._dealing.window, 0, self._saved.ends_at > 0
+        chained = self._saved.is_kept or self._dealing.compares
         while window := list(islice(self._items, size)):
             if not place:
                 self._counts.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
             numbered = list(enumerate(window, self._dealing.number(place) * size))
             self.end = numbered[-1][0] + 1
             if self._dealing.in_shard(place):
-                self._extend_chain(numbered)
+                if chained:
+                    self._extend_chain(numbered)
                 if self._dealing.is_mine(place):
-                    fresh = [(number, item) for number, item in numbered if not self._saved.was_done(number)]
-                    yield Window(place, self.end, fresh)
+                    if resumed:
+                        numbered = [one for one in numbered if not self._saved.was_done(one[0])]
+                    yield Window(place, self.end, numbered)
             place += 1
 
     def note_done(self, window: Window) -> None:
@@ -137,10 +140,9 @@ class DealtWindows:
             self._chain.compare(self._processes, ended)
 
     def _extend_chain(self, numbered: list[tuple[int, object]]) -> None:
-        if self._saved.is_kept or self._dealing.compares:
-            for number, item in numbered:
-                begins = not self._chain.value
-                self._saved.compare(number, self._chain.extend(number, item), begins)
+        for number, item in numbered:
+            begins = not self._chain.value
+            self._saved.compare(number, self._chain.extend(number, item), begins)
 
 
 _SAME = "the same batches in the same order on all processes"
