@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -31,11 +32,15 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"neuromanifold {version}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True  # `Categorical`, not its address
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88  # longer ones have a line for each argument
+default_role = "literal"  # `name` in a docstring is code
 
 # Figures are made by running the code that stands beside them.
 plot_include_source = True
@@ -55,6 +60,14 @@ def write_commands(_: object) -> None:
     page.write_text(text.replace("# `neuromanifold`", "# Every command and option", 1))
 
 
+def link_names(_: object, _what: str, _name: str, _thing: object, _options: object, lines: list[str]) -> None:
+    """Link the public names that stand in docstrings, as `nm.name` or `name`, to their pages."""
+    names = "|".join(neuromanifold.__all__)
+    span = re.compile(rf"(?<!`)`((?:nm\.)?({names})(?:\(\))?)`(?!`)")
+    lines[:] = [span.sub(r":py:obj:`\1 <neuromanifold.\2>`", line) for line in lines]
+
+
 def setup(application: object) -> None:
-    """Have the page of commands written before the pages are read."""
+    """Have the page of commands written before the pages are read, and docstrings linked."""
     application.connect("builder-inited", write_commands)
+    application.connect("autodoc-process-docstring", link_names)

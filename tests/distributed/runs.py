@@ -195,6 +195,12 @@ def resumed(rank: int, path: Path, number: int, options: dict[str, Any]) -> None
     fim.save(path / f"result{rank}")
 
 
+def kill_this_process(after: float) -> None:
+    """Kill -9, some seconds from now."""
+    time.sleep(after)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def killed(rank: int, path: Path, who: int, after: float, number: int, pause: float, silent: float = 2.0) -> None:
     """One process is killed some seconds after the first batch; with a checkpoint of every batch."""
     processes._SILENT = silent
@@ -202,9 +208,7 @@ def killed(rank: int, path: Path, who: int, after: float, number: int, pause: fl
     def data() -> Iterator[Any]:
         for i, batch in enumerate(batches(number)):
             if i == 1 and rank == who:
-                timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
-                timer.daemon = True
-                timer.start()
+                threading.Thread(target=kill_this_process, args=(after,), daemon=True).start()
             time.sleep(pause)
             yield batch
 

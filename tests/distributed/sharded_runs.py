@@ -1,8 +1,12 @@
 """What processes do with models in FSDP2; each function takes the rank first, and compares with the whole model."""
 
+import errno
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import neuromanifold as nm
 from neuromanifold.persample.gradients import Product
 from neuromanifold.persample.rules import registry
+from neuromanifold.persample.shards import LayerSums
+from neuromanifold.results import sharded
+from neuromanifold.results.files import save_tensors
+from neuromanifold.run import processes
 from tests.distributed import runs
-from tests.language.families import CAUSAL, tokens
+from tests.language.families import CAUSAL, llama, tokens
+from tests.language.test_adapters import lora
 from tests.run.killed_runs import BrokenError
 
 
@@ -55,7 +64,13 @@ def without_rules() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), Scaled(), nn.Tanh(), nn.Linear(7, 5))
 
 
-def compare(found: nm.DiagonalFisher, expected: nm.DiagonalFisher, tolerance: float = 2e-6, noise: bool = True) -> None:
+def compare(
+    found: nm.DiagonalFisher,
+    expected: nm.DiagonalFisher,
+    tolerance: float = 2e-6,
+    noise: bool = True,
+    same_run: bool = True,
+) -> None:
     """Entries, standard errors, counts and what is said about them."""
     assert list(found) == list(expected)
     for name in expected:
@@ -65,7 +80,10 @@ def compare(found: nm.DiagonalFisher, expected: nm.DiagonalFisher, tolerance: fl
     ours, theirs = found.provenance, expected.provenance
     assert (found.count, found.positions, ours.batches) == (expected.count, expected.positions, theirs.batches)
     assert ours.granularity == theirs.granularity
-    assert (ours.weights, ours.data_fingerprints) == (theirs.weights, theirs.data_fingerprints)
+    assert ours.weights == theirs.weights
+    if same_run:
+        assert ours.noise_ratio == pytest.approx(theirs.noise_ratio)
+        assert ours.data_fingerprints == theirs.data_fingerprints
 
 
 def equal(
@@ -79,7 +97,7 @@ def equal(
     found = nm.fisher_diagonal(model, data, **options)
     assert type(found).__name__ == "ShardedFisher"
     local = [t.to_local().shape for t in found.sums.values()]
-    assert local == [p.to_local().shape for p in model.parameters()]
+    assert local == [p.to_local().shape for p in model.parameters() if p.requires_grad]
     compare(found.gathered(), expected, **more)
     assert all(torch.equal(p.to_local(), before[name]) and p.grad is None for name, p in model.named_parameters())
 
@@ -102,7 +120,53 @@ def language(_: int, names: list[str], options: dict[str, Any], noise: bool, num
 
 
 def layers(model: Any) -> list[Any]:
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
     return list(model.transformer.h if hasattr(model, "transformer") else model.model.layers)
+
+
+def partly_frozen() -> nn.Module:
+    model = llama(num_hidden_layers=2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    return model
+
+
+def with_lora() -> Any:
+    return lora(llama(num_hidden_layers=2)).float()
+
+
+def recomputing() -> Any:
+    """Activation checkpoints of transformers, which work in train mode alone."""
+    model: Any = llama(num_hidden_layers=2)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def all_in_one(_: Any) -> list[Any]:
+    return []
+
+
+def nested(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers] + list(model.model.layers) + [model.model]
+
+
+def models(rank: int) -> None:
+    """Frozen parameters, adapters, activation checkpoints; FSDP modules inside of others, or one alone; bfloat16."""
+    data = sequences()[:3]
+    equal(rank, with_lora, layers, data, {})
+    equal(rank, with_lora, all_in_one, [{"input_ids": data[0]["input_ids"]}], {"estimator": nm.Exact()}, noise=False)
+    equal(rank, partly_frozen, layers, data, {})
+    equal(rank, recomputing, layers, data, {})
+    equal(rank, partial(llama, num_hidden_layers=2), nested, data, {})
+    whole = llama(num_hidden_layers=2).bfloat16()
+    expected = nm.fisher_diagonal(whole, data, distributed=False)
+    model = llama(num_hidden_layers=2).float()
+    for part in [*layers(model), model]:
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found = nm.fisher_diagonal(model, data).gathered()
+    for name, value in expected.sums.items():  # weights in bfloat16, sums in float32
+        assert value.dtype == found.sums[name].dtype == torch.float32
+        torch.testing.assert_close(found.sums[name], value, rtol=0.02, atol=1e-3 * float(value.max()))
 
 
 def sequences() -> list[dict[str, Tensor]]:
@@ -120,37 +184,58 @@ def kinds(rank: int) -> None:
     world, data = dist.get_world_size(), runs.batches(7)
     expected = nm.fisher_diagonal(network(), data, distributed=False)
 
-    def sharded(**options: Any) -> Any:
+    def divided(**options: Any) -> Any:
         model = network()
         return shard(model, middle(model), **options)
 
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        compare(nm.fisher_diagonal(sharded(mesh=mesh), data).gathered(), expected)
-    kept = sharded(reshard_after_forward=False)
+        compare(nm.fisher_diagonal(divided(mesh=mesh), data).gathered(), expected)
+    kept = divided(reshard_after_forward=False)
     compare(nm.fisher_diagonal(kept, data).gathered(), expected)
     assert all(hasattr(p, "placements") for p in kept.parameters())
-    columns = sharded(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
+    columns = divided(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
     compare(nm.fisher_diagonal(columns, data).gathered(), expected)
-    low = nm.fisher_diagonal(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data).gathered()
+    low = nm.fisher_diagonal(divided(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data).gathered()
     assert abs(float(low.trace) / float(expected.trace) - 1) < 0.05
     assert low.sums["0.weight"].dtype == torch.float32
     some: dict[str, Any] = {"parameters": ["2.*", "4.bias"]}
     alone = nm.fisher_diagonal(network(), data, distributed=False, **some)
-    compare(nm.fisher_diagonal(sharded(), data, **some).gathered(), alone)
-    trace = nm.fisher_trace(sharded(), data)
+    compare(nm.fisher_diagonal(divided(), data, **some).gathered(), alone)
+    away = divided(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    compare(nm.fisher_diagonal(away, data).gathered(), expected)
+    trace = nm.fisher_trace(divided(), data)
     of_one = nm.fisher_trace(network(), data, distributed=False)
     assert abs(trace.value / of_one.value - 1) < 1e-6
     assert abs(trace.stderr / of_one.stderr - 1) < 1e-6
-    own = nm.fisher_diagonal(sharded(), data[rank::world], distributed="own data").gathered()
+    own = nm.fisher_diagonal(divided(), data[rank::world], distributed="own data").gathered()
     torch.testing.assert_close(own.sums["0.weight"], expected.sums["0.weight"], rtol=0.5, atol=0)
     assert own.count == expected.count
-    soon = nm.fisher_diagonal(sharded(), runs.batches(60), rtol=0.08)
+    soon = nm.fisher_diagonal(divided(), runs.batches(60), rtol=0.08)
     assert 1 < soon.provenance.batches < 60
     assert "relative standard error" in soon.provenance.stopped
     whole = nm.fisher_diagonal(network(), runs.batches(60)[: soon.provenance.batches], distributed=False)
     torch.testing.assert_close(soon.gathered().sums["2.0.weight"], whole.sums["2.0.weight"], rtol=2e-6, atol=1e-12)
     assert abs(float(soon.trace) / float(whole.trace) - 1) < 1e-6
+
+
+def one_layer_at_a_time(_: int) -> None:
+    """How many squares there are at full size at a time: those of one FSDP module, be it a layer or the whole model."""
+    sizes: list[int] = []
+    put = LayerSums.put
+
+    def watched(self: Any, i: int, kind: str, whole: Tensor) -> None:
+        put(self, i, kind, whole)
+        sizes.append(sum(tensor.numel() for (_, what), tensor in self._waiting.items() if what == "squares"))
+
+    for divided in (True, False):
+        model = nn.Sequential(nn.Linear(6, 16), *(nn.Linear(16, 16) for _ in range(5)))
+        shard(model, list(model) if divided else [])
+        sizes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayerSums, "put", watched)
+            nm.fisher_diagonal(model, runs.batches(3))
+        assert max(sizes) == (16 * 17 if divided else 7 * 16 + 5 * 16 * 17)
 
 
 class Odd(nn.Linear):
@@ -190,8 +275,6 @@ def refused(_: int) -> list[str]:
     fully_shard(partly[2], mesh=mesh)
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("passes", model, {"passes": 1.5}),
-        ("checkpoint", model, {"checkpoint": "state"}),
-        ("on_interrupt", model, {"on_interrupt": "return"}),
         ("distributed", model, {"distributed": False}),
         ("tensor parallel", parallel, {}),
         ("whole on each", partly, {}),
@@ -215,3 +298,97 @@ def failing(rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nm.fisher_diagonal(model, data())
+
+
+def saved(rank: int, folder: Path) -> None:
+    """Whole parameters by name in a file of each process, in turn; a sum, a second result, and what fails, over it."""
+    data, path, world = runs.batches(7), folder / "fim.safetensors", dist.get_world_size()
+    model = network()
+    shard(model, middle(model))
+    parts = [nm.fisher_diagonal(model, data, shard=(i, 2)) for i in range(2)]
+    kept: list[int] = []
+
+    def counted(path: Path, tensors: Any, *rest: Any) -> None:
+        kept.append(sum(tensor.numel() for tensor in tensors.values()))
+        save_tensors(path, tensors, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "save_tensors", counted)
+        (parts[0] + parts[1]).save(path)
+    with pytest.raises(ValueError, match="`fim` must be whole for intervals, rows, comparisons and pages"):
+        parts[0].compare(parts[1])
+    assert str(parts[0]).startswith("ShardedFisher (per sample): 10 parameters")
+    entries = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(kept) <= 2 * entries / world + 77  # the largest parameter: no process had more of them
+    dist.barrier()
+    files = sorted(entry.name for entry in folder.iterdir())
+    assert files[-1] == "fim.safetensors.index.json"
+    assert len(files) > world
+    compare(nm.load(path), nm.fisher_diagonal(network(), data, distributed=False), same_run=False)
+    dist.barrier()
+    parts[0].save(path, shard_size="200B")  # the same name: the files of the first are gone
+    assert sorted(entry.name for entry in folder.iterdir() if "fim-" in entry.name) == []
+    dist.barrier()
+    before = {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(sharded, "save_tensors", full)
+        with pytest.raises(
+            OSError, match="No space left" if rank == world - 1 else f"Rank {world - 1} could not write"
+        ):
+            parts[1].save(path)
+    dist.barrier()
+    assert {entry.name: entry.read_bytes() for entry in folder.iterdir()} == before
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def checkpointed(rank: int, folder: Path, number: int, at: int, options: dict[str, Any]) -> None:
+    """A run that ends before batch `at` in the last process (-1: it does not end), and keeps every round."""
+
+    def data() -> Iterator[Any]:
+        for i, batch in enumerate(runs.batches(number)):
+            if i == at and rank == dist.get_world_size() - 1:
+                raise BrokenError(f"no batch {i}")
+            yield batch
+
+    model = network()
+    shard(model, middle(model))
+    checkpoint = nm.Checkpoint(folder / "state", every=0)
+    found = nm.fisher_diagonal(model, data(), checkpoint=checkpoint, **options)
+    found.save(folder / "fim.safetensors")
+
+
+def killed(rank: int, folder: Path, who: int, after: float, number: int) -> None:
+    """One process is killed some seconds after its first batch; with a checkpoint of every round."""
+    processes._SILENT = 2.0
+
+    def data() -> Iterator[Any]:
+        for i, batch in enumerate(runs.batches(number)):
+            if i == 1 and rank == who:
+                threading.Thread(target=runs.kill_this_process, args=(after,), daemon=True).start()
+            yield batch
+
+    model = network()
+    shard(model, middle(model))
+    nm.fisher_diagonal(model, data(), checkpoint=nm.Checkpoint(folder / "state", every=0))
+
+
+def interrupted(rank: int, folder: Path, on_interrupt: str) -> list[str]:
+    """Ctrl-C in rank 1 alone: all processes end with the same batches, or with an error."""
+
+    def data() -> Iterator[Any]:
+        for i, batch in enumerate(runs.batches(40)):
+            if rank == 1 and i == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    model, options = network(), {"checkpoint": folder / "state", "on_interrupt": on_interrupt}
+    shard(model, middle(model))
+    try:
+        found = nm.fisher_diagonal(model, data(), **options)
+    except (KeyboardInterrupt, processes.ProcessError) as error:
+        return [type(error).__name__, str(error)]
+    return [found.provenance.stopped, str(found.count)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from tests.distributed import runs
+from tests.distributed import runs, sharded_runs
 from tests.distributed.test_data_parallel import assert_same, load
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,11 @@ def model() -> nn.Module:
 
 def data() -> list[tuple[Tensor, Tensor]]:
     return runs.batches(9)
+
+
+def sharded_model() -> nn.Module:
+    """In FSDP2, which is up to whoever makes a model that does not fit."""
+    return sharded_runs.shard(runs.network(), [])  # type: ignore[no-any-return]
 
 
 def failing_data() -> list[tuple[Tensor, Tensor]]:
@@ -49,6 +54,18 @@ def test_the_command_on_two_processes(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["fim.safetensors"]
     expected = nm.fisher_diagonal(model(), data())
     assert_same(load(tmp_path / "fim.safetensors"), expected)
+
+
+@pytest.mark.slow
+def test_a_model_in_fsdp2_on_two_processes(tmp_path: Path) -> None:
+    """Each of them writes its part; the table is made of the files."""
+    names = ["-m", f"{__name__}:sharded_model", "-d", f"{__name__}:data"]
+    done = torchrun("estimate", *names, "-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Diagonal of the Fisher information") == 1
+    files = [f"fim-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [*files, "fim.safetensors.index.json"]
+    assert_same(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data()))
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Models in FSDP2 give what the whole model gives; verification sees wrong rules on any process."""
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import neuromanifold as nm
-from tests.distributed import sharded_runs
+from tests.distributed import runs, sharded_runs
 from tests.distributed.launch import outcomes, values
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
@@ -37,6 +39,11 @@ def test_kinds_of_sharding(world: int) -> None:
     values(world, sharded_runs.kinds)
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_kinds_of_models(world: int) -> None:
+    values(world, sharded_runs.models)
+
+
 @pytest.mark.parametrize("estimator", [nm.Hutchinson(), nm.Empirical()], ids=str)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_language_models(world: int, estimator: nm.Estimator) -> None:
@@ -51,13 +58,17 @@ def test_exact_language_models(world: int, name: str) -> None:
     values(world, sharded_runs.language, [name], {"estimator": nm.Exact()}, False, 3)
 
 
+def test_a_process_has_the_squares_of_one_layer_at_full_size_at_a_time() -> None:
+    values(2, sharded_runs.one_layer_at_a_time)
+
+
 def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:
     values(2, sharded_runs.wrong_rule)
 
 
 def test_what_cannot_be_done_is_refused() -> None:
     for found in values(2, sharded_runs.refused):
-        assert found == ["passes", "checkpoint", "on_interrupt", "distributed", "tensor parallel", "whole on each"]
+        assert found == ["passes", "distributed", "tensor parallel", "whole on each"]
 
 
 def test_an_error_on_one_process_ends_the_other() -> None:
@@ -65,3 +76,53 @@ def test_an_error_on_one_process_ends_the_other() -> None:
     assert found[1] == (False, "BrokenError: no batch 3")
     assert not found[0][0]
     assert "Rank 1 of 2 has failed" in found[0][1] or "died" in found[0][1]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_results_are_saved_by_all_and_gathered_by_none(world: int, tmp_path: Path) -> None:
+    values(world, sharded_runs.saved, tmp_path)
+
+
+@pytest.mark.parametrize("worlds", [(2, 3, 2), pytest.param((4, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    for i, world in enumerate(worlds[:-1]):
+        found = outcomes(world, sharded_runs.checkpointed, tmp_path, 8, 3 + 3 * i, {})
+        assert found[-1] == (False, f"BrokenError: no batch {3 + 3 * i}")
+    assert nm.Checkpoint(tmp_path / "state").files() == {0: tmp_path / "state.index.json"}
+    with pytest.raises(ValueError, match=r"differs in result \(ShardedSums, now DiagonalSums\)"):
+        nm.fisher_diagonal(sharded_runs.network(), runs.batches(8), checkpoint=tmp_path / "state")
+    values(worlds[-1], sharded_runs.checkpointed, tmp_path, 8, -1, {})
+    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(8))
+    found = nm.load(tmp_path / "fim.safetensors")
+    sharded_runs.compare(found, expected)
+    assert found.provenance.passes == expected.provenance.passes
+    nm.Checkpoint(tmp_path / "state").remove()
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith("state")]
+
+
+def test_ctrl_c_in_one_process_ends_all_of_them(tmp_path: Path) -> None:
+    first, second = values(2, sharded_runs.interrupted, tmp_path, "return")
+    assert first == second == ["interrupted after 4 batches", "64"]
+    first, second = values(2, sharded_runs.interrupted, tmp_path, "raise")
+    assert second == ["KeyboardInterrupt", ""]
+    assert first[0] == "ProcessError"
+    assert first[1].startswith("Rank 1 of 2 was interrupted, which ends the run on all processes; with a checkpoint")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "worlds"), [(0, [2, 2, 3]), (1, [2, 4]), (2, [4, 4, 2])])
+def test_processes_killed_at_random_times_change_nothing(seed: int, worlds: list[int], tmp_path: Path) -> None:
+    """Whatever they were at, such as the files of a checkpoint; another number of processes goes on."""
+    chance, number, died = random.Random(seed), 24, 0
+    for _ in range(5):
+        world = chance.choice(worlds)
+        who, after = chance.randrange(world), chance.uniform(0.05, 0.8)
+        found = outcomes(world, sharded_runs.killed, tmp_path, who, after, number)
+        died += found[who] is None
+        for rank, one in enumerate(found):
+            told = "Another process has died", f"Rank {who} of {world} has not been heard of", "store"
+            assert rank == who or one[0] or any(text in one[1] for text in told), one
+    assert died >= 2
+    values(chance.choice(worlds), sharded_runs.checkpointed, tmp_path, number, -1, {})
+    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(number))
+    sharded_runs.compare(nm.load(tmp_path / "fim.safetensors"), expected, noise=False)

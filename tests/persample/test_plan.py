@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear, softplus
 
 import neuromanifold as nm
 from neuromanifold.reference import network as reference
@@ -255,3 +255,41 @@ def test_a_mixture_in_any_direction_is_seen(direction: list[float]) -> None:
             (g,) = torch.autograd.grad(log_p, model.layer.weight, retain_graph=True)
             expected += log_p.detach().exp() * g**2
     torch.testing.assert_close(found["layer.weight"], expected, rtol=1e-4, atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """As in Gemma (1 + w), Mamba (-exp(w)) and nanoGPT (functional.layer_norm): scales that no rule knows."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor], fused: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.fused, self.function = nn.Linear(4, 4), nn.Linear(4, 3), fused, scale
+        self.scale, self.shift = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.layer(x), self.function(self.scale)
+        return self.head(torch.tanh(layer_norm(x, (4,), scale, self.shift) if self.fused else x * scale)).sum(1)
+
+
+ENTRYWISE = {
+    "w": lambda w: w,
+    "1 + w": lambda w: 1 + w,
+    "3 - 2w": lambda w: 3 - 2 * w,
+    "-exp": lambda w: -w.exp(),
+    "softplus": softplus,
+    "1 / √w": lambda w: 1 / w.sqrt(),
+    "2^w": lambda w: 2**w,
+    "in place": lambda w: w.mul(2).add_(1),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("function", ENTRYWISE)
+def test_functions_of_each_entry_of_a_parameter_are_done_per_sample(function: str, fused: bool) -> None:
+    torch.manual_seed(0)
+    model = Scaled(ENTRYWISE[function], fused).double()
+    data = [torch.randn(*shape, 4, dtype=torch.float64) for shape in ((3, 5), (4, 4), (1, 2))]
+    result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.reference_diagonal(model, lambda m, x=x: m(x))[name] for x in data)
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+    assert set(result.provenance.granularity.values()) == {"sample"}

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.uses.merging.checkpoints import parse_size, source_of
+from neuromanifold.results.sharded import parse_size
+from neuromanifold.uses.merging.checkpoints import source_of
 from neuromanifold.uses.merging.merge import Merged
 from tests.cli.commands import bad, good
 from tests.uses.models import bert, diagonal, moved, network, tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -233,3 +234,37 @@ KINDS |= {
     "ConditionalLayerNorm": _conditional,
     "called twice": _called_twice,
 }
+
+
+_ENTRYWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "1 + w": lambda w: 1 + w,
+    "exp": lambda w: -torch.exp(w),
+    "softplus": torch.nn.functional.softplus,
+    "square": lambda w: w**2,
+    "in place": lambda w: w.mul(2).add_(1),
+    "view": lambda w: (1 + w)[None],
+    "itself twice": lambda w: w * w.sigmoid(),
+}
+
+
+def entrywise_function_of_a_scale(m: Maker) -> Case:
+    """As in Gemma and nanoGPT: norms whose scale is a function of each entry, or that call functional.layer_norm."""
+    scale = _ENTRYWISE[m.pick("function", *_ENTRYWISE)]
+    fused, rows, twice = m.pick("fused", False, True), m.pick("rows", False, True), m.pick("twice", False, True)
+
+    def normed(n: Any, x: Tensor) -> Tensor:
+        if fused:
+            return torch.nn.functional.layer_norm(x, (m.d,), scale(n.scale).reshape(m.d), n.shift)
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale(n.scale) + n.shift
+
+    def run(n: Any, x: Tensor) -> Tensor:
+        x = normed(n, torch.tanh(n.a(x)))
+        x = normed(n, x) if twice else x
+        z = n.h(x)
+        return z.mean(1) if z.ndim > 2 else z
+
+    parts = {"a": nn.Linear(m.d, m.d), "scale": m.parameter(m.d), "shift": m.parameter(m.d), "h": m.head()}
+    return m.case(run, m.inputs(m.d) if rows else m.inputs(m.t, m.d), parts)
+
+
+KINDS["entrywise_function_of_a_scale"] = entrywise_function_of_a_scale

@@ -72,11 +72,17 @@ class Actual:
 
 @dataclass(frozen=True, eq=False)
 class NetworkBounds:
-    """Propositions 5 to 10 and Corollary 6 for one network and its data.
+    """Propositions 5 to 10 and Corollary 6 for one network and its data: what `nm.fisher_bounds` returns.
 
     `terms` has what each distribution x contributes, in the order of the data; positions of a sequence are
     distributions of their own.  What is stored are sums; `reduction` only chooses the view, per sample ("mean") or
     "sum".
+
+    Example:
+        >>> bounds = nm.fisher_bounds(model, data)
+        >>> row = bounds.rows[0]
+        >>> row.lower <= row.actual <= row.upper
+        True
     """
 
     terms: Terms

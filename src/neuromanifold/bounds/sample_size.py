@@ -39,10 +39,28 @@ _MOST = 10**15  # float64 counts up to here exactly, with a digit to spare
 
 
 def batches_needed(rtol: float, confidence: float | None = None, probes: int = 1, method: Method = "chi2") -> int:
-    """The least number of batches after which an entry's relative error is within `rtol`.
+    """Return the least number of batches after which an entry's relative error is within `rtol`.
 
-    Without `confidence`, its standard error is: √(2/(batches·probes)) <= rtol.  With `confidence`, the error itself is
-    with at least this probability, under what `method` assumes (see the head of this module).
+    Without `confidence`, its standard error is: √(2/(batches·probes)) <= rtol (Theorem 11).  With `confidence`, the
+    error itself is with at least this probability, under what `method` assumes.  For squares per batch; squares per
+    sample need fewer.
+
+    Args:
+        rtol: the relative error that is asked for, such as 0.05.
+        confidence: a probability, or None.
+        probes: backward passes for each batch.
+        method: what is assumed: "chi2" (a gradient is normal), "normal" (the estimate is), "chebyshev" (nothing), or
+            "cantelli" (nothing, and only that the estimate is not above (1 + rtol) F).
+
+    Returns:
+        A number of batches.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+
+    Example:
+        >>> nm.batches_needed(0.1), nm.batches_needed(0.1, confidence=0.95)
+        (200, 768)
     """
     finite_number(rtol, "rtol", positive=True, advice="0.05 asks for 5 %.")
     number_of_passes(probes, "probes")

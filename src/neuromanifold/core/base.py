@@ -12,12 +12,23 @@ from neuromanifold.core.spectrum import Spectrum
 
 
 class Core(ABC):
-    """A batch of distributions p(y | z), evaluated at outputs z of shape [..., C], with its Fisher information M(z).
+    """A batch of distributions p(y | z) at a network's outputs z [..., C], with their Fisher information M(z).
 
-    The pullback metric of a network is F(θ) = Σ_x Jᵀ M(z(x)) J with J = ∂z/∂θ, so all that depends on the likelihood is
-    here, in C dimensions, and none of it knows of a network.  All methods accept any leading shape, run on the device
-    of z, keep float32 and float64, and evaluate half precisions in float32.  They are differentiable in z wherever the
-    quantity is.
+    The network's metric is F(θ) = Σ_x Jᵀ M(z(x)) J with J = ∂z/∂θ, so all that depends on the likelihood is here, in C
+    dimensions, and none of it knows of a network.  `Categorical`, `Bernoulli` and `Gaussian` are cores.  All methods
+    accept any leading shape, run on the device of z, keep float32 and float64, and evaluate half precisions in
+    float32.  They are differentiable in z wherever the quantity is.
+
+    Args:
+        outputs: the network's outputs z [..., C]; their meaning is that of the subclass.
+
+    Example:
+        >>> core: nm.Core = nm.Categorical(model(inputs))
+        >>> core.batch_shape, core.fisher().shape
+        (torch.Size([32]), torch.Size([32, 3, 3]))
+        >>> v = torch.randn(32, 3)
+        >>> torch.allclose(core.matvec(v), core.factor(core.factor_transpose(v)), atol=1e-6)
+        True
     """
 
     def __init__(self, outputs: Tensor) -> None:

@@ -10,7 +10,24 @@ from neuromanifold.core.diagonal import DiagonalCore
 
 
 class Bernoulli(DiagonalCore):
-    """Independent binary labels at logits [..., C], with metric diag(p(1-p)) = diag(σ'(z)) (multi-label networks)."""
+    """Independent binary labels at logits [..., C], with metric diag(p(1-p)) = diag(σ'(z)): multi-label networks.
+
+    Pass the class as `likelihood=nm.Bernoulli`; C = 1 is binary classification with a single logit.  All methods take
+    O(C) for each distribution.
+
+    Args:
+        logits: real numbers [..., C], the log-odds of the labels.
+        validate: search the logits for NaN, which on a GPU waits for the device.
+
+    Raises:
+        TypeError, ValueError: `logits` is not a floating-point tensor of such a shape, or has NaN in it.
+
+    Example:
+        >>> core = nm.Bernoulli(torch.zeros(2, 3))
+        >>> core.diagonal
+        tensor([[0.2500, 0.2500, 0.2500],
+                [0.2500, 0.2500, 0.2500]])
+    """
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:
         logits = checks.batch_of_vectors(logits, "logits", least=1, noun="labels")

@@ -20,15 +20,28 @@ _LARGE, _PART = 2**27, 2**24  # numbers of which no copies are made; and that ar
 
 
 class Categorical(Core):
-    """Categorical distributions at logits [..., C], with metric F = diag(p) - p pᵀ (Eq. 3 of the paper).
+    """Categorical distributions at logits [..., C], with metric M = diag(p) - p pᵀ (Eq. 3 of the paper).
 
-    F is a graph Laplacian with weights p_i p_j: e spans its kernel and each row sums to zero.  Where the usual formula
-    would cancel, in the row of the most likely class, the methods below sum the other rows instead, so that results are
-    accurate relatively also for a saturated network with p = 1 - 1e-30.
+    M is a graph Laplacian with weights p_i p_j: the vector e of ones spans its kernel, and each row sums to zero.
+    Where the usual formula would cancel, in the row of the most likely class, the methods below sum the other rows
+    instead, so that results have a small relative error even for a saturated network with p = 1 - 1e-30.  Each method
+    states its cost; nothing is computed before it is asked for, so do not overwrite the logits until then.
 
-    A logit of -inf is a class that cannot occur.  `validate=False` skips the search for NaN, +inf and labels that are
-    no class, which on a GPU waits for the device.  Nothing else is computed before it is asked for, so do not
-    overwrite the logits until then.
+    Args:
+        logits: real numbers [..., C] with C >= 2; -inf is a class that cannot occur.
+        validate: search for NaN, +inf and labels that are no class, which on a GPU waits for the device.
+
+    Raises:
+        TypeError, ValueError: `logits` is not a floating-point tensor of such a shape, or not valid.
+
+    Example:
+        >>> core = nm.Categorical(torch.tensor([2.0, 0.0, -1.0]))
+        >>> core.fisher()
+        tensor([[ 0.1318, -0.0964, -0.0354],
+                [-0.0964,  0.1012, -0.0048],
+                [-0.0354, -0.0048,  0.0402]])
+        >>> core.spectrum(1).values, core.largest_eigenvalue()
+        (tensor([0.2173]), tensor(0.2173))
     """
 
     def __init__(self, logits: Tensor, *, validate: bool = True) -> None:

@@ -12,9 +12,24 @@ from neuromanifold.core.diagonal import DiagonalCore
 
 
 class Gaussian(DiagonalCore):
-    """Independent Gaussians with mean [..., D] (the network's output) and known variance; metric diag(1/variance).
+    """Independent Gaussians with mean [..., D] (the network's output) and known variance, with metric diag(1/variance).
 
-    With variance 1 the network's Fisher information is the Gauss-Newton matrix of half the squared error.
+    With variance 1 the network's Fisher information is the Gauss-Newton matrix of half the squared error.  Pass the
+    class as `likelihood=nm.Gaussian`, or a function for another variance.  All methods take O(D) for each distribution.
+
+    Args:
+        mean: real numbers [..., D].
+        variance: positive, a number or a tensor that broadcasts against `mean`.
+        validate: search for NaN and for variances that are not positive, which on a GPU waits for the device.
+
+    Raises:
+        TypeError, ValueError: `mean` or `variance` is not a number or tensor of that kind.
+
+    Example:
+        >>> quarter = lambda mean: nm.Gaussian(mean, variance=0.25)
+        >>> fim = nm.fisher_diagonal(model, list(inputs.split(8)), likelihood=quarter)
+        >>> f"{fim['2.bias'][0]:.0f}"
+        '4'
     """
 
     def __init__(self, mean: Tensor, variance: float | Tensor = 1.0, *, validate: bool = True) -> None:

@@ -40,7 +40,15 @@ _STEPS_ON_A_GPU = 8  # which is not asked whether they were enough: the host wou
 
 
 class Spectrum(NamedTuple):
-    """Eigenpairs in descending order; unpacks as (values, vectors)."""
+    """Eigenpairs of M in descending order: values [..., k], and orthonormal vectors [..., k, C] as rows.
+
+    It unpacks as (values, vectors).
+
+    Example:
+        >>> values, vectors = nm.Categorical(torch.tensor([2.0, 0.0, -1.0])).spectrum(2)
+        >>> values.shape, vectors.shape
+        (torch.Size([2]), torch.Size([2, 3]))
+    """
 
     values: Tensor  # [..., k]
     vectors: Tensor  # [..., k, C], orthonormal rows

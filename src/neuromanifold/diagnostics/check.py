@@ -81,17 +81,32 @@ def check(
 ) -> Check:
     """Compare the estimators with the exact diagonal on your own model and the first batches of your data.
 
-    Prints as a table with a verdict in words, and notes: which parameters are done per sample or per batch and why, on
-    how many batches that was verified against autograd, whether samples influence each other, whether outputs, labels
-    and data are what they are taken for.  Nothing of the model is changed.
+    Says which of them is good enough, which parameters are done per sample or per batch and why, on how many batches
+    that was verified against autograd, whether samples influence each other, and whether outputs, labels and data are
+    what they are taken for.  Nothing of the model is changed.  Arguments that are not listed are those of
+    `fisher_diagonal`.
 
-    Arguments as in `fisher_diagonal`.  Only the first `batches` of the data are used, in two passes unless `data` is a
-    generator.  Round r draws from `seed` + r.  `estimators`: several, perhaps by name; by default all that the data
-    allow.  `progress`: say on standard error what it will take, and show a progress bar.
+    Cost: the exact diagonal takes C - 1 backward passes for each batch of C classes, times the number of output
+    positions of a sample, times the number of samples where a parameter is not done per sample.  If that is more than
+    1000, fewer batches are used, then fewer samples; if nothing helps, `nm.Hutchinson` with 64 probes stands in for it.
 
-    The exact diagonal takes C - 1 backward passes for each batch of C classes, times the number of output positions of
-    a sample, times the number of samples where a parameter is not done per sample.  If that is more than 1000, fewer
-    batches are used, then fewer samples; if nothing helps, `Hutchinson` with 64 probes stands in for it.
+    Args:
+        data: only the first `batches` are used, in two passes unless it is a generator.
+        batches: how many.
+        seed: round r draws from `seed` + r.
+        estimators: several, perhaps by name in a dict; by default all that the data allow.
+        progress: say on standard error what it will take, and show a progress bar.
+
+    Returns:
+        A `Check`, which prints as a table with notes and a verdict.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected; the message says what is.
+
+    Example:
+        >>> result = nm.check(model, data)
+        >>> result.is_exact, len(result.rows) > 5
+        (True, True)
     """
     batches = integer_in_range(batches, "batches", 1, 10**9, "at least one")
     seed = integer_in_range(seed, "seed", 0, 2**62, "a seed")

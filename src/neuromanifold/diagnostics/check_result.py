@@ -45,7 +45,15 @@ class CheckRow:
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """Every estimator against the exact diagonal, on one model and some of its data.  Prints as a table."""
+    """Every estimator against the exact diagonal, on one model and some of its data: what `nm.check` returns.
+
+    Prints as a table, with notes and a verdict.
+
+    Example:
+        >>> result = nm.check(model, data, estimators=[nm.Hutchinson(), nm.Empirical()])
+        >>> result.is_exact, [row.target for row in result.rows]
+        (True, ['exact', 'unbiased', "biased (given labels instead of the model's)"])
+    """
 
     rows: tuple[CheckRow, ...]
     exact: DiagonalFisher  # or, where `is_exact` is False, a good estimate

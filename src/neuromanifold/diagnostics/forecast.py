@@ -45,7 +45,13 @@ _HEADER = 2**12  # bytes of a file, about, for names and provenance
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time, memory and file size of a run.  Prints as a table."""
+    """Time, memory and file size of a run, before the run: what `nm.forecast` returns.  Prints as a table.
+
+    Example:
+        >>> forecast = nm.forecast(model, data)
+        >>> forecast.seconds > 0, forecast.memory > 0
+        (True, True)
+    """
 
     model: str
     estimator: str
@@ -112,12 +118,26 @@ def forecast(
     processes: int = 1,
     error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> Forecast:
-    """Time and memory of `fisher_diagonal` with the same arguments, before the run, from a few batches.
+    """Return time, memory and file size of `fisher_diagonal` with the same arguments, from a run of a few batches.
 
-    Prints as a table.  Arguments as in `fisher_diagonal`.  `batches`: how many to run, of which a generator is left
-    without; the first is timed apart, and after 20 seconds no further one is run.  With `cuda_graphs`, give it enough
-    batches to get to replays.  `processes`: how many would share the run, each with a device like this one and all the
-    data; this process alone is run, and the sum over processes at the end is left out.
+    With `cuda_graphs`, give it enough batches to get to replays.  Arguments that are not listed are those of
+    `fisher_diagonal`.  Cost: that of the batches that are run; after 20 seconds no further one is.
+
+    Args:
+        batches: how many to run, which a generator is then left without; the first is timed apart.
+        processes: how many would share the run, each with a device like this one and all the data; this process alone
+            is run, and the sum over processes at the end is left out.
+
+    Returns:
+        A `Forecast`, which prints as a table.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected; the message says what is.
+
+    Example:
+        >>> forecast = nm.forecast(model, data, batches=2)
+        >>> forecast.batches, forecast.file > 0
+        (4, True)
     """
     processes = integer_in_range(processes, "processes", 1, 10**6, "those that share the run")
     batches = integer_in_range(batches, "batches", 1, 10**6, "at least one")

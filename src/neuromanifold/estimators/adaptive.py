@@ -45,14 +45,21 @@ _FEWER = 0.9  # of the variance of equal passes is worth looking at the outputs 
 class Adaptive(Estimator):
     """Unbiased like `Hutchinson`, at a given cost, with passes for the samples whose estimates would be noisy.
 
-    `cost` is in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
-
     The outputs of `window` batches are computed first.  Samples that contribute little are left out at random and
     weighted where they are kept; those with much noise get passes for their leading eigenvectors.  Batches are
     regrouped accordingly.  On trained classifiers few samples carry most of F and of its noise, so that this is several
     times more accurate.  Where all samples are alike, as with near-uniform predictions, looking at outputs first does
-    not pay: then all get the same number of passes, and nothing is computed twice.  It is decided for each window by
+    not pay: then all get the same number of passes, and nothing is computed twice.  This is decided for each window by
     its first batch.
+
+    Args:
+        cost: in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
+        window: how many batches are looked at together.
+
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data, nm.Adaptive(1.5))  # or passes=1.5
+        >>> fim.provenance.target
+        'unbiased'
     """
 
     cost: float = 1.0

@@ -22,7 +22,17 @@ from neuromanifold.kernels.values import Probe
 
 
 class Estimator(ABC):
-    """How cotangents are made from a core.  Estimators are values: frozen dataclasses, equal if their settings are."""
+    """Base class of all estimators: how cotangents u with E[u uᵀ] = M are made from a core.
+
+    Estimators are values: frozen dataclasses, equal if their settings are.  Pass one as `estimator=`; its `target` says
+    whether it is exact, unbiased or biased for F.
+
+    Example:
+        >>> nm.Hutchinson() == nm.Hutchinson(probes=1)
+        True
+        >>> [estimator.target for estimator in (nm.Exact(), nm.Hutchinson(), nm.Empirical())]
+        ['exact', 'unbiased', "biased (given labels instead of the model's)"]
+    """
 
     centred: ClassVar[bool]
     """E[u] = 0 and independent over distributions: then gradients may be summed over a batch before squaring."""

@@ -17,10 +17,21 @@ from neuromanifold.estimators.envelopes import Envelope, check_envelope, factor_
 
 @dataclass(frozen=True)
 class Exact(Estimator):
-    """F = Σ_x Σ_r (Jᵀ S_r)(Jᵀ S_r)ᵀ over the columns of a factor; F^DG with Upper(), F^LR(k) with Lower(k) (Prop. 5).
+    """The exact F = Σ_x Σ_r (Jᵀ S_r)(Jᵀ S_r)ᵀ, over the columns S_r of a factor of M.
 
-    Deterministic and without error.  C - 1 passes for F itself with C classes, C for the upper envelope, k for the
-    lower one.  The columns are fixed and not centred, so gradients must be squared per sample.
+    Deterministic and without error.  Cost: C - 1 backward passes for each batch with C classes (one for two classes); C
+    for the upper envelope, k for the lower one.  The columns are not centred, so gradients must be squared per sample.
+
+    Args:
+        envelope: None for F itself; `nm.Upper()` for F^DG and `nm.Lower(k)` for F^LR(k) of Prop. 5.
+
+    Example:
+        >>> exact = nm.fisher_diagonal(model, data, nm.Exact())
+        >>> exact.relative_error, exact.provenance.target
+        (0.0, 'exact')
+        >>> upper = nm.fisher_diagonal(model, data, nm.Exact(nm.Upper()))
+        >>> bool((upper["2.bias"] >= exact["2.bias"]).all())
+        True
     """
 
     envelope: Envelope | None = None

@@ -39,34 +39,48 @@ Noise = Literal["rademacher", "gaussian"]
 
 @dataclass(frozen=True)
 class Hutchinson(Estimator):
-    """u = S ξ with white noise ξ: E[u uᵀ] = S Sᵀ, so the squared gradient is unbiased, in one pass for each probe.
+    """Squared gradients of probes u = S ξ with white noise ξ: unbiased, since E[u uᵀ] = S Sᵀ = M.
 
-    Variance of an entry, for one probe and squares per batch (Theorem 11; Props. 13 and 14 for the other
-    cores): 2F² with Gaussian noise, 2F² - 2 Σ a⁴ with Rademacher noise, a the columns' derivatives.  So the coefficient
-    of variation is at most √2 for a batch, √(2/J) for J batches that contribute equally.
+    Variance of an entry, for one probe and squares per batch (Theorem 11; Props. 13 and 14 for the other cores): 2F²
+    with Gaussian noise, 2F² - 2 Σ a⁴ with Rademacher noise, a the columns' derivatives.  So the coefficient of
+    variation is at most √2 for a batch, √(2/J) for J batches that contribute equally.  Squares per sample have less:
+    see `fisher_diagonal`. Cost: one backward pass for each probe of a batch.
 
-    * `Hutchinson()` is deflated by the leading eigenpair; `Hutchinson(deflate=0)` is the paper's 𝔽.
-    * `envelope`: Upper() is the paper's 𝔽^DG, Lower(k) its 𝔽^LR(k); both are unbiased for their envelope, hence biased
-      for F.  `deflate` is 0 then.
-    * `deflate=k` adds nothing to the cost and keeps 𝔽 unbiased: u = V√Λ ξ₁ + (I - VVᵀ) S ξ₂ with the k leading
+    * `Hutchinson()` is deflated by the leading eigenpair; `Hutchinson(deflate=0)` is the paper's 𝔽.  The paper's 𝔽^sqrt
+      (appendix B), the gradient of 2 Σ √p ξ, is this very u: there is nothing to choose.
+    * Deflation adds nothing to the cost and keeps 𝔽 unbiased: u = V√Λ ξ₁ + (I - VVᵀ) S ξ₂ with the k leading
       eigenpairs, which has the small variance of 𝔽^LR(k) on confident models.  At C = 2, k = 1 only a sign is random.
-    * `orthogonal`: two or more probes of a distribution are made orthogonal to each other, which makes `probes` one
-      dial from a single pass to the exact metric.  With squares per sample, the variance is
+      With two or more orthogonal probes, leading eigenvectors have passes of their own, without noise, and the others
+      share what is left. How many of them (at most k, at most m - 1) is decided for the batch by the predicted noise:
+      for near-uniform predictions none is worth a pass.  Where a single pass is left, further eigenvectors have signs
+      of their own in it.
+    * Orthogonal probes make `probes` one dial from a single pass to the exact metric.  With squares per sample, the
+      variance is ∝ (1/m) (d - m)/(d - 1) with m probes in d dimensions (d = C - 1 for C classes), instead of 1/m; from
+      the rank r on there is none: r passes with the factor's columns are made, and no more.  Random signs come in pairs
+      of probes that have no noise for an entry that depends on a single inner axis; a probe without a partner (m or d
+      odd) adds at most F²/2m² for such an entry.  `bounds.orthogonal_variance` is the exact variance.
+    * Independent probes have 1/m of the variance of one.  Where whole batches are squared (`granularity="batch"`) they
+      are drawn in any case: cross terms between samples are most of the noise there, and are divided by the number of
+      passes that a sample's F_x is spread over.
 
-          ∝ (1/m) (d - m)/(d - 1)        with m probes in d dimensions (d = C - 1 for C classes),
+    Args:
+        probes: m, the number of backward passes for each batch.
+        deflate: k, the number of leading eigenpairs that are treated apart; 1 unless given, 0 with an envelope.
+        noise: "rademacher" (random signs) or "gaussian".
+        envelope: None for F; `nm.Upper()` is the paper's 𝔽^DG and `nm.Lower(k)` its 𝔽^LR(k): unbiased for their
+            envelope, hence biased for F.
+        orthogonal: make two or more probes of a distribution orthogonal to each other.
 
-      instead of 1/m, and from the rank r on there is none: r passes with the factor's columns are made, and no more.
-      Random signs come in pairs of probes that have no noise for an entry that depends on a single inner axis, like
-      independent signs; a probe without a partner (m or d odd) adds at most F²/2m² for such an entry.
-    * `deflate=k` with two or more orthogonal probes gives leading eigenvectors passes of their own, which have no class
-      noise, and the other passes share what is left.  How many of them (at most k, at most m - 1) is decided for the
-      batch by the predicted noise (`remaining_noise`): for near-uniform predictions none is worth a pass.  Where a
-      single pass is left, further eigenvectors have signs of their own in it, as in a single deflated probe.
-      `bounds.orthogonal_variance` is the exact variance.
-    * `orthogonal=False` draws independent probes, with 1/m of the variance of one.  Where whole batches are squared
-      (`granularity="batch"`), this is done in any case: cross terms between samples are most of the noise there, and
-      are divided by the number of passes that a sample's F_x is spread over.
-    * The paper's 𝔽^sqrt (appendix B), the gradient of 2 Σ √p ξ, is this very u: there is nothing to choose.
+    Raises:
+        TypeError, ValueError: an argument is out of range, or two of them exclude each other.
+
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data, nm.Hutchinson())  # the default
+        >>> fim.relative_error > 0
+        True
+        >>> exact = nm.fisher_diagonal(model, data, nm.Hutchinson(probes=2))  # three classes: as many as the rank
+        >>> exact.relative_error
+        0.0
     """
 
     probes: int = 1

@@ -18,11 +18,20 @@ from neuromanifold.estimators.base import Estimator
 
 @dataclass(frozen=True)
 class MonteCarlo(Estimator):
-    """u = ∂ log p(ŷ)/∂z with labels ŷ drawn from the model: unbiased, one pass for each sampled label.
+    """Squared scores ∂ log p(ŷ)/∂z of labels ŷ drawn from the model: unbiased.
 
     Scores of drawn labels are centred and independent over the samples, so one pass serves a whole batch (the paper
-    counts one pass for each sample).  Variance of an entry, per batch: 2F² - 3 Σ F_x² + Σ E[s_x⁴]; its
-    coefficient of variation has no bound (section 4.1, appendix A), because a rare label can have a large score.
+    counts one pass for each sample).  Variance of an entry, per batch: 2F² - 3 Σ F_x² + Σ E[s_x⁴]; its coefficient of
+    variation has no bound (section 4.1, appendix A), because a rare label can have a large score. Cost: one backward
+    pass for each drawn label of a batch.
+
+    Args:
+        samples: labels drawn for each output distribution.
+
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data, nm.MonteCarlo(samples=2))
+        >>> fim.provenance.passes  # four batches
+        8
     """
 
     samples: int = 1
@@ -48,10 +57,18 @@ class MonteCarlo(Estimator):
 
 @dataclass(frozen=True)
 class Empirical(Estimator):
-    """u = ∂ log p(y)/∂z with the labels of the data: the empirical Fisher Σ (∂ℓ/∂θ)², squared per sample.
+    """The empirical Fisher Σ_x (∂ log p(y|x)/∂θ)² with the labels of the data, squared per sample.
 
-    Deterministic, and biased however much data there is: it replaces diag(p) - ppᵀ by R(y) (Lemma 4, Props. 9 and 10).
-    A sample with several labels (tokens) has one log-likelihood, the sum of theirs, which is squared once.
+    The cotangent is u = ∂ log p(y)/∂z = e_y - p.  Deterministic, and biased however much data there is: diag(p) - ppᵀ
+    is replaced by R(y) = (e_y - p)(e_y - p)ᵀ (Lemma 4, Props. 9 and 10).  A sample with several labels (tokens) has one
+    log-likelihood, the sum of theirs, which is squared once.  Cost: one backward pass for each batch; parameters
+    without a per-sample rule take one for each sample.
+
+    Example:
+        >>> empirical = nm.fisher_diagonal(model, data, nm.Empirical())
+        >>> exact = nm.fisher_diagonal(model, data, nm.Exact())
+        >>> f"{empirical.compare(exact).relmae:.2f}"
+        '0.17'
     """
 
     centred: ClassVar[bool] = False
@@ -72,11 +89,17 @@ class Empirical(Estimator):
 
 @dataclass(frozen=True)
 class SquaredBatchGradient(Empirical):
-    """(Σ_x ∂ℓ/∂θ)²: the squared gradient of a whole batch, often called the empirical Fisher, which it is not.
+    """The squared loss gradient of whole batches, (Σ_x ∂ℓ/∂θ)²: not a Fisher estimate, though often used as one.
 
-    The samples of a batch do not cancel on average, since gradients of given labels are not centred: the number depends
-    on the batch size, and at a minimum of the loss it tends to zero.  Other tools compute it: it is
-    here so that a table can show the difference.  Do not use it as a Fisher information.
+    Gradients of given labels are not centred, so the samples of a batch do not cancel on average: the number depends on
+    the batch size, and tends to zero at a minimum of the loss.  Other tools compute it; it is here for comparison.  Do
+    not use it as a Fisher information.  Cost: one backward pass for each batch.
+
+    Example:
+        >>> whole = [(inputs, labels)]  # the same samples as one batch
+        >>> trace = lambda data: nm.fisher_trace(model, data, nm.SquaredBatchGradient()).value
+        >>> f"{trace(data):.2f} {trace(whole):.2f}"
+        '2.58 1.13'
     """
 
     target: ClassVar[str] = "not a Fisher information (depends on the batch size)"

@@ -124,6 +124,26 @@ def load_data(
         mask: share of tokens that is masked, for masked language models.
         seed: random seed of the order of the rows, and of the masking.
 
+    Returns:
+        Batches for `nm.fisher_diagonal(model.module, ...)`, which can be gone through again and again.
+
+    Raises:
+        LoadError: there is no such file or data set, no column for what the model needs, or a row that cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy
+        >>> import transformers
+        >>> folder = tempfile.mkdtemp()
+        >>> sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8}
+        >>> config = transformers.ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
+        >>> transformers.ViTForImageClassification(config).save_pretrained(folder)
+        >>> _ = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+        >>> numpy.savez(f"{folder}/images.npz", images=numpy.zeros((6, 8, 8, 3), dtype="uint8"))
+        >>> loaded = nm.load_model(folder, device="cpu")
+        >>> data = nm.load_data(f"{folder}/images.npz", loaded, batch_size=3)
+        >>> [batch["pixel_values"].shape for batch in data]
+        [torch.Size([3, 3, 8, 8]), torch.Size([3, 3, 8, 8])]
     """
     source = str(source)
     check_data_source(source, split, subset, columns)

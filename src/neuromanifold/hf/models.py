@@ -99,6 +99,22 @@ def load_model(
         revision: branch, tag or commit on the hub.
         processor: folder or hub name of the tokenizer, image processor or feature extractor; by default `source`.
 
+    Returns:
+        The model and what belongs to it: `.module`, `.likelihood`, `.task`.
+
+    Raises:
+        LoadError: there is no such model, it has no task that is known, or its weights are incomplete.
+
+    Example:
+        >>> import tempfile
+        >>> import transformers
+        >>> folder = tempfile.mkdtemp()
+        >>> sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8}
+        >>> config = transformers.ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
+        >>> transformers.ViTForImageClassification(config).save_pretrained(folder)
+        >>> loaded = nm.load_model(folder, device="cpu")  # or a name on the hub
+        >>> type(loaded.module).__name__, loaded.task
+        ('ViTForImageClassification', <Task.IMAGE: 'image'>)
     """
     wanted, target, source = _as_task(task), as_device(device), str(source)
     random_seed(seed)

@@ -66,13 +66,26 @@ def fisher_factors(
 ) -> FisherFactors:
     """Return the stack G of the gradients g of probes, with E[GᵀG] = F: a low-rank estimate of the whole matrix.
 
-    Arguments as in `fisher_diagonal`, and:
+    Cost: one backward pass for each batch and probe, and memory for the rows that are kept.  Arguments that are not
+    listed are those of `fisher_diagonal`.
 
-    - `granularity`: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
-      one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
-    - `dtype` and `device` of the rows that are kept: float32, float64, bfloat16 or float16, on the model's device
-      unless given.
-    - `max_bytes`: refuse to keep more than that, as soon as it can be told.
+    Args:
+        granularity: "batch" keeps a gradient for each batch and probe, by one ordinary backward pass.  "sample" keeps
+            one for each sample and probe: less noise, more memory, and needed for `nm.Exact()` and `nm.Empirical()`.
+        dtype: of the rows that are kept: float32, float64, bfloat16 or float16.
+        device: of the rows that are kept; the model's unless given.
+        max_bytes: refuse to keep more than that, as soon as it can be told.
+
+    Returns:
+        A `FisherFactors`: F as an operator with products, spectrum and damped solutions.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected, or the rows take more than `max_bytes`.
+
+    Example:
+        >>> F = nm.fisher_factors(model, data, nm.Exact(), granularity="sample")
+        >>> F.rank, F.eigenpairs(2).values.shape
+        (64, torch.Size([2]))
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(granularity, "granularity", "batch", "sample")
@@ -150,11 +163,18 @@ def _in_range(converted: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
 
 
 class FisherFactors(StoredMetric):
-    """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P].
+    """F = Gᵀ G over samples, with the gradients g of probes as the rows of G [r, P]: what `nm.fisher_factors` returns.
 
     With unbiased probes E[F] is the Fisher information, though its rank is r; with `nm.Exact()` and a row for each
     sample it is the Fisher information itself.  Products, entries, norms, the spectrum and damped solutions come from G
     and from the small r×r matrix G Gᵀ, which is stored in float64.
+
+    Example:
+        >>> F = nm.fisher_factors(model, data, granularity="sample")
+        >>> F.shape, F.rank
+        ((67, 67), 32)
+        >>> F.block("2.bias").shape
+        torch.Size([3, 3])
     """
 
     def __init__(

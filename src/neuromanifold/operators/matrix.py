@@ -54,14 +54,31 @@ def fisher_matrix(
     label_key: str = "labels",
     shift_labels: ShiftLabels = "auto",
 ) -> FisherMatrix:
-    """F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
+    """Return F = Σ_x Jᵀ M(x) J as a dense matrix [P, P], or as dense blocks, one for the parameters of each layer.
 
-    The gradients of the samples of a batch are held at a time, [B, P].  Arguments as in `fisher_diagonal`, and:
+    For small models and single layers.  Cost: C - 1 backward passes for each batch with the default `nm.Exact()`, and
+    the gradients [B, P] of the samples of a batch at a time.  Arguments that are not listed are those of
+    `fisher_diagonal`.
 
-    - `estimator`: `nm.Exact()` unless given; any other works sample by sample, too.
-    - `blocks`: None for all of F, "layer" for the diagonal blocks of modules.
-    - `dtype`: float32 or float64; that of the parameters unless given.
-    - `max_bytes`: refuse if the matrix takes more than that.
+    Args:
+        estimator: `nm.Exact()` unless given; any other is squared per sample, too.
+        blocks: None for all of F, "layer" for the diagonal blocks of modules.
+        dtype: float32 or float64; that of the parameters unless given.
+        max_bytes: refuse if the matrix takes more than that.
+
+    Returns:
+        A `FisherMatrix`, whose `.dense()` is the tensor.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected, or the matrix takes more than
+            `max_bytes`.
+
+    Example:
+        >>> F = nm.fisher_matrix(model, data)
+        >>> F.dense().shape
+        torch.Size([67, 67])
+        >>> list(nm.fisher_matrix(model, data, blocks="layer"))
+        ['0', '2']
     """
     estimator = Exact() if estimator is None else estimator
     if blocks not in (None, "layer"):
@@ -112,9 +129,15 @@ def _check_size(sizes: dict[str, int], dtype: torch.dtype, blocks: str | None, l
 
 
 class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
-    """F, dense: one block for all parameters (under the name ""), or one for each layer (by the module's name).
+    """F as a dense matrix, or as dense blocks, one for each layer: what `nm.fisher_matrix` returns.
 
-    As a mapping it gives the blocks.  Several blocks are block-diagonal: entries between layers are taken as zero.
+    As a mapping it gives the blocks by the module's name; a single block for all parameters is named "".  With several
+    blocks, entries between layers are taken as zero.
+
+    Example:
+        >>> F = nm.fisher_matrix(model, data, blocks="layer")
+        >>> F.layer("2").eigenvalues().shape
+        torch.Size([27])
     """
 
     def __init__(

@@ -50,7 +50,10 @@ R = TypeVar("R", Tensor, NDArray[Any])
 
 
 class NotConvergedWarning(UserWarning):
-    """An iteration ended before it reached its tolerance; the result says how accurate it is."""
+    """An iteration ended before it reached its tolerance; the result says how accurate it is.
+
+    Raise `maxiter`, or use a larger `damping` or `tol`.
+    """
 
 
 class Solution(NamedTuple, Generic[V]):

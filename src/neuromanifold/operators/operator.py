@@ -52,15 +52,36 @@ def fisher_operator(
     estimator: Estimator | None = None,
     seed: int = 0,
 ) -> FisherOperator:
-    """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact, matrix-free, one pass over the data for each product.
+    """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact and matrix-free.
 
-    Arguments as in `fisher_diagonal`, but `data` is gone through again and again, and must give the same batches each
-    time.  `envelope`: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.  The model is evaluated
-    anew with each product, so train it between products and F is that of the new parameters.
+    The model is evaluated anew with each product, so train it between products and F is that of the new parameters.
+    Cost of a product: one pass over the data, with one forward-mode and one backward product for each batch.  Arguments
+    that are not listed are those of `fisher_diagonal`.
 
-    `estimator`: None for M itself; `nm.Empirical()` or `nm.MonteCarlo(k)` for Σ_n g_n g_nᵀ with the scores of given or
-    of drawn labels, summed over the positions of a sample.  Draws depend on `seed` and the batch's number alone, so
-    that all products are with the same matrix.
+    Args:
+        data: batches that can be gone through again and again, the same each time: a list, or a DataLoader that does
+            not shuffle.
+        envelope: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.
+        estimator: None for M itself; `nm.Empirical()` or `nm.MonteCarlo(k)` for Σ_n g_n g_nᵀ with the scores of given
+            or of drawn labels, summed over the positions of a sample.
+        seed: random seed of drawn labels, which depend on it and on the batch's number alone, so that all products are
+            with the same matrix.
+
+    Returns:
+        A `FisherOperator`: `F @ v` for flat vectors, lists and dicts of tensors; eigenpairs, solutions, traces,
+        lengths.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected; the message says what is.
+
+    Example:
+        >>> F = nm.fisher_operator(model, data)
+        >>> v = torch.ones(F.shape[0])
+        >>> (F @ v).shape
+        torch.Size([67])
+        >>> pairs = F.eigenpairs(2)
+        >>> bool(pairs.values[0] > pairs.values[1])
+        True
     """
     middle, view = envelope_product(envelope), check_reduction(reduction)
     known = isinstance(estimator, (Empirical, MonteCarlo)) and not isinstance(estimator, SquaredBatchGradient)
@@ -86,7 +107,17 @@ def envelope_product(envelope: Envelope | None) -> Middle:
 
 
 class FisherOperator(Metric):
-    """F as a linear operator, which keeps references to the model and the data; `method` says how J v is computed."""
+    """F as a linear operator: what `nm.fisher_operator` returns.
+
+    It refers to the model and the data, and goes through the data for each product.  `method` says how J v is computed.
+
+    Example:
+        >>> F = nm.fisher_operator(model, data)
+        >>> gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
+        >>> solution = F.solve(gradients, damping=0.1)
+        >>> solution.residual < 1e-2
+        True
+    """
 
     def __init__(
         self,

@@ -36,7 +36,11 @@ _EVERY = 16  # batches between two looks at a flag on a GPU
 
 
 class VerificationError(RuntimeError):
-    """Per-sample gradients that were verified on an earlier batch are wrong on a later one of the same kind."""
+    """Per-sample gradients that were verified on an earlier batch are wrong on a later one of the same kind.
+
+    The run ends rather than return a wrong number.  `granularity="batch"` does not need per-sample gradients; please
+    report the model.
+    """
 
 
 class PerSampleGradients:

@@ -7,8 +7,10 @@ the result still has a row for each sample.  So the graph is searched for these 
     x + s, expand(s)    ∂/∂s of a sample = its part of g, summed over what s is broadcast over
     x∘s                 the same with g∘x
     x @ s (+ b)         Σ over its rows of x ⊗ g, and of g for b
+    layer_norm(x, s, b) the same as for x̂∘s + b, x̂ the normalised x
 
-Between a site and s there may be reshapes, slices and casts.  Any other use is not supported here.
+Between a site and s there may be reshapes, slices, casts, and functions of each entry alone: x∘(1 + s), exp(s).
+Any other use is not supported here.
 """
 
 from __future__ import annotations
@@ -28,11 +30,18 @@ Node = Any
 
 _BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
 _PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
+_LAYER_NORM = "NativeLayerNormBackward0"
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
 _STRUCTURAL = (
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
     *_CASTS,
+)
+_POINTWISE = (  # of one tensor, and of constants of the same shape
+    *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "MulBackward0", "DivBackward0", "NegBackward0"),
+    *("ExpBackward0", "LogBackward0", "SigmoidBackward0", "TanhBackward0", "SoftplusBackward0", "PowBackward0"),
+    *("PowBackward1", "PowBackward2", "ReciprocalBackward0", "SqrtBackward0", "RsqrtBackward0", "AbsBackward0"),
+    *("ReluBackward0", "ClampBackward1"),
 )
 _ARGUMENTS = (  # of any operation that has them: they decide where rows go
     *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
@@ -77,16 +86,28 @@ def stacked(dim: int, size: int, samples: int) -> list[Layout]:
     return [Layout(dim)] + ([Layout(dim, "positions")] if size > samples else [])
 
 
+class Step(NamedTuple):
+    """An operation between a tensor and where it is broadcast over the batch."""
+
+    node: Node
+    derivative: Tensor | None = None  # of each entry, where the operation is a function of it alone
+
+    def gradients(self, g: Tensor) -> Tensor:
+        """Return the per-sample gradients of the operation's input, from those of its result."""
+        return torch.vmap(self.node)(g) if self.derivative is None else g * self.derivative
+
+
 @dataclass(eq=False)
 class BroadcastSite:
     """Where a tensor is broadcast over the batch: a node, which of its inputs, and the path to the tensor."""
 
     node: Node
     input: int
-    path: tuple[Node, ...]
+    path: tuple[Step, ...]
     shape: torch.Size  # of the tensor
     layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
-    partner: Tensor | None = None  # what the tensor is multiplied by
+    partner: Tensor | None = None  # what the tensor is multiplied by, once it is normalised
+    statistics: tuple[Tensor, Tensor] | None = None  # mean and 1/σ, by which the partner is
 
     @property
     def edge(self) -> GradientEdge:
@@ -110,7 +131,7 @@ class BroadcastSite:
             return []
         if self.is_product:
             role = _PRODUCTS[self.node.name()][self.input]
-            turns = [_transposes(node) for node in self.path if node.name() not in _CASTS]
+            turns = [_transposes(step.node) for step in self.path if step.node.name() not in _CASTS]
             straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
             factors = (getattr(self.node, "_saved_alpha", 1), getattr(self.node, "_saved_beta", 1))
             if factors != (1, 1) or not straight or (role == "bias" and len(arriving) != 1):
@@ -135,13 +156,17 @@ class BroadcastSite:
             return Dense(g.sum(1))
         x = layout.samples_first(self.partner, samples)
         x = x if x.ndim > 2 else x[:, None]  # [n, t, i]
-        turned = any(_transposes(node) for node in self.path)
+        turned = any(_transposes(step.node) for step in self.path)
         return Product(g, x) if turned else Product(x, g, turned=True)
 
     def gradients(self, g: Tensor, layout: Layout) -> Tensor:
         """Return the per-sample gradients as one tensor [n, *shape]; not for products of matrices."""
         if self.partner is not None:
-            g = g * self.partner
+            x = self.partner
+            if self.statistics is not None:
+                mean, reciprocal = self.statistics
+                x = ((x - mean) * reciprocal).to(x.dtype)
+            g = g * x
         elif self.node.name() == "AddBackward0" and self.input == 1 and self.node._saved_alpha != 1:
             g = g * self.node._saved_alpha
         shape = self._arriving
@@ -150,14 +175,14 @@ class BroadcastSite:
         g = g.movedim(layout.dim, 0)
         over = tuple(d for d in range(1, g.ndim) if padded[d] == 1 and g.shape[d] != 1)
         g = (g.sum(over, keepdim=True) if over else g).reshape(g.shape[0], *shape)
-        for node in self.path:
-            g = torch.vmap(node)(g)
+        for step in self.path:
+            g = step.gradients(g)
         return g.reshape(g.shape[0], *self.shape)
 
     @property
     def _arriving(self) -> torch.Size:
         """The shape in which the tensor arrives at the site."""
-        return shape_of(self.path[0]) if self.path else self.shape
+        return shape_of(self.path[0].node) if self.path else self.shape
 
 
 def _transposes(node: Node) -> bool:
@@ -244,26 +269,48 @@ def broadcast_sites(
 ) -> list[BroadcastSite] | None:
     """Return where a node's result is broadcast over the batch; None if one of its uses is not supported."""
     found: list[BroadcastSite] = []
-    waiting: list[tuple[Node, tuple[Node, ...]]] = [(node, ())]
+    waiting: list[tuple[Node, tuple[Step, ...]]] = [(node, ())]
     while waiting:
         below, path = waiting.pop()
         users = used_by.get(below, [])
         if not users:
             return None  # the logits themselves
         for user, i in users:
-            name = user.name()
-            if name in _STRUCTURAL:
-                waiting.append((user, (user, *path)))
+            site = _site(user, i, path, shape, samples)
+            if site is not None:
+                found.append(site)
                 continue
-            if name not in _BROADCASTS and name not in _PRODUCTS:
+            arriving = shape_of(path[0].node) if path else shape
+            step = Step(user) if user.name() in _STRUCTURAL else _pointwise(user, i, arriving)
+            if step is None:
                 return None
-            site = BroadcastSite(user, i, path, shape)
-            site.layouts = tuple(site.candidates(samples))
-            if not site.layouts:
-                return None
-            site.partner = _partner(site)
-            found.append(site)
+            waiting.append((user, (step, *path)))
     return found
+
+
+def _site(node: Node, i: int, path: tuple[Step, ...], shape: torch.Size, samples: int) -> BroadcastSite | None:
+    """Return the broadcast site that a node is, if it is one."""
+    if node.name() not in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM):
+        return None
+    site = BroadcastSite(node, i, path, shape)
+    site.layouts = tuple(site.candidates(samples))
+    if not site.layouts:
+        return None
+    site.partner = _partner(site)
+    if node.name() == _LAYER_NORM:
+        site.statistics = node._saved_result1, node._saved_result2
+    return site
+
+
+@torch.no_grad()
+def _pointwise(node: Node, i: int, arriving: torch.Size) -> Step | None:
+    """Return a node that is a function of each entry of its one input with a graph; None if it is not."""
+    others = (below for k, (below, _) in enumerate(node.next_functions) if k != i)
+    if node.name() not in _POINTWISE or shape_of(node) != arriving or any(other is not None for other in others):
+        return None
+    metadata = node._input_metadata[0]
+    derivative = node(torch.ones(arriving, dtype=metadata.dtype, device=metadata.device))
+    return Step(node, derivative if isinstance(derivative, Tensor) else derivative[i])
 
 
 def _partner(site: BroadcastSite) -> Tensor | None:
@@ -272,6 +319,9 @@ def _partner(site: BroadcastSite) -> Tensor | None:
     if name == "MulBackward0":
         saved: Tensor = node._saved_other if site.input == 0 else node._saved_self
         return saved.detach()
+    if name == _LAYER_NORM and site.input == 1:
+        x: Tensor = node._saved_input
+        return x.detach()
     if name in _PRODUCTS and _PRODUCTS[name][site.input] == "matrix":
         factor: Tensor = getattr(node, next(saved for saved in _PRODUCTS[name] if saved.startswith("_saved")))
         return factor.detach()

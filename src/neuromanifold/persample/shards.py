@@ -105,6 +105,15 @@ class Shards:
         part: Tensor = summed.redistribute(placements=held.placements).to_local()
         return part.to(held.device)
 
+    def part_of(self, i: int, whole: Tensor) -> Tensor:
+        """Return this process's part of a tensor of a parameter's size, which all processes have."""
+        from torch.distributed.tensor import distribute_tensor
+
+        held = self.held[i]
+        given = whole.to(held.to_local().device)
+        local: Tensor = distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None).to_local()
+        return local.clone()
+
     def as_whole(self, i: int, part: Tensor) -> Any:
         """Return parts of all processes as one distributed tensor, in the parameter's shape."""
         from torch.distributed.tensor import DTensor

@@ -129,7 +129,9 @@ def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards:
     for name, parameter in chosen.items():
         if parameter.device.type == "meta":
             got = f"{name!r} on the meta device (offloaded to CPU or disk by device_map, or not loaded)"
-            advice = "Leave it out with `parameters`, or choose a device_map without 'cpu' and 'disk'."
+            advice = "Autograd keeps all weights for the backward pass, so that offloading saves nothing. Leave it out "
+            advice += "with `parameters`, choose a device_map without 'cpu' and 'disk', or use FSDP2 (fully_shard) with "
+            advice += "CPUOffloadPolicy."
             raise ValueError(message("parameters", "in memory", got, advice))
 
 

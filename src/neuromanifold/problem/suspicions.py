@@ -25,11 +25,19 @@ _MANY = 16  # numbers that are hardly all between 0 and 1 by chance
 
 
 class SuspiciousInputWarning(UserWarning):
-    """The model, its outputs or the labels are probably not what the call takes them for."""
+    """The model, its outputs or the labels are probably not what the call takes them for.
+
+    For instance probabilities where logits are expected, or labels that have been shifted already.  The message says
+    what was seen and which argument to change.
+    """
 
 
 class SamplesMixWarning(SuspiciousInputWarning):
-    """The logits of a sample change with the other samples of its batch."""
+    """The logits of a sample change with the other samples of its batch, so that F is no sum over samples.
+
+    Common causes: BatchNorm that normalises by the batch even in eval mode, and `batch_dim` or `class_dim` that do not
+    fit.
+    """
 
 
 def probabilities_note(core: Core) -> str:

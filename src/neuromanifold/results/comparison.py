@@ -16,7 +16,14 @@ _RANKED = 1_000_000  # ranks are taken over at most so many entries, evenly spac
 
 @dataclass(frozen=True)
 class Comparison:
-    """An estimate against a reference, over all entries (n of them, `positive` with a reference above zero)."""
+    """How far one diagonal is from a reference: what `DiagonalFisher.compare` returns.
+
+    Example:
+        >>> exact = nm.fisher_diagonal(model, data, nm.Exact())
+        >>> comparison = nm.fisher_diagonal(model, data).compare(exact)
+        >>> f"{comparison.relmae:.2f} {comparison.rank_correlation:.2f} {comparison.entries}"
+        '0.14 0.98 67'
+    """
 
     relmae: float  # mean of |a - b|/(b + ε): the paper's RelMAE
     relmae_positive: float  # the same over entries with b > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core.checks import Reduction, check_reduction, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.error_bars import ErrorBars, coarser, converted, entry_noise, row_sums
-from neuromanifold.results.files import load, reads, save_tensors
+from neuromanifold.results.files import LazyTensors, load, mapped, reads, renamed
 from neuromanifold.results.intervals import check_level, interval
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
+from neuromanifold.results.sharded import SHARD_SIZE, save_result, whole
 from neuromanifold.results.summary import HEADER, NOTES, summarize
 from neuromanifold.results.table import WIDTH, text_table
 from neuromanifold.results.trace import TraceEstimate, Viewed
@@ -31,19 +33,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
-    """A mapping from parameter name to a tensor of the parameter's shape.
+    """The diagonal of F: a mapping from parameter name to a tensor of the parameter's shape, with standard errors.
 
     What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
     sample), "sum", or "token" (per position that counts, of sequences).  So results do not depend on the batch size,
-    and two of them over disjoint data add with `+`.
-    Standard errors are those of the probes' noise; the data are taken as given.
+    and two of them over disjoint data add with `+`.  Standard errors are those of the probes' noise; the data are taken
+    as given.  Tied parameters are listed once, under their first name, and found under every name; so are those of a
+    wrapped model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
 
-    Tied parameters are listed once, under their first name, and found under every name; so are those of a wrapped
-    model (`torch.compile`, `DistributedDataParallel`), with the wrapper's prefix or without.
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data)
+        >>> list(fim), fim.count
+        (['0.weight', '0.bias', '2.weight', '2.bias'], 32)
+        >>> print(f"{fim['2.bias'][0]:.3f} ± {fim.stderr['2.bias'][0]:.3f}")
+        0.258 ± 0.043
+        >>> halves = nm.fisher_diagonal(model, data[:2]) + nm.fisher_diagonal(model, data[2:], seed=1)
+        >>> halves.count
+        32
     """
 
-    sums: dict[str, Tensor]
-    noise: dict[str, Tensor]  # standard errors of the sums, of rows, or none: see `error_bars`
+    sums: Mapping[str, Tensor]
+    noise: Mapping[str, Tensor]  # standard errors of the sums, of rows, or none: see `error_bars`
     count: int  # samples
     positions: int  # output distributions: as many as samples, or tokens, or pixels
     provenance: Provenance
@@ -146,26 +156,23 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
         return replace(
             self,
-            sums={name: value + other.sums[name].to(value) for name, value in self.sums.items()},
-            noise={name: combine(value, others[name].to(value)) for name, value in mine.items()},
+            sums=mapped(lambda a, b: a + b.to(a), self.sums, other.sums),
+            noise=mapped(lambda a, b: combine(a, b.to(a)), mine, others),
             count=self.count + other.count,
             positions=self.positions + other.positions,
             provenance=provenance,
         )
 
     def _times(self, factor: float) -> DiagonalFisher:
-        return replace(self._mapped(lambda value: value * factor), provenance=self.provenance.times(factor))
+        sums, noise = (mapped(lambda value: value * factor, tensors) for tensors in (self.sums, self.noise))
+        return replace(self, sums=sums, noise=noise, provenance=self.provenance.times(factor))
 
     def to(self, target: torch.device | torch.dtype | str) -> DiagonalFisher:
         """The result on another device, or in float32, float64 or bfloat16 (sums leave the range of float16)."""
         if isinstance(target, torch.dtype) and target not in (torch.float32, torch.float64, torch.bfloat16):
             advice = "Convert single tensors of the mean yourself if you must."
             raise ValueError(message("target", "a device, float32, float64 or bfloat16", str(target), advice))
-        return self._mapped(lambda value: value.to(target))
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> DiagonalFisher:
-        """The result with a function applied to each tensor of sums and of standard errors."""
-        sums, noise = ({name: function(value) for name, value in d.items()} for d in (self.sums, self.noise))
+        sums, noise = ({name: value.to(target) for name, value in d.items()} for d in (self.sums, self.noise))
         return replace(self, sums=sums, noise=noise)
 
     def filter(self, *patterns: str) -> DiagonalFisher:
@@ -173,8 +180,8 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
             raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
-        noise = {name: self.noise[name] for name in names if name in self.noise}
-        return replace(self, sums={name: self.sums[name] for name in names}, noise=noise)
+        sums, noise = (renamed(d, {name: name for name in names if name in d}) for d in (self.sums, self.noise))
+        return replace(self, sums=sums, noise=noise)
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
         """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
@@ -205,13 +212,22 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         written: Path = drawing("report")(path, [self, *others], titles)
         return written
 
-    def save(self, path: str | Path) -> None:
-        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""
-        tensors = {f"sum/{name}": value for name, value in self.sums.items()}
-        tensors |= {f"noise/{name}": value for name, value in self.noise.items()}
+    def save(self, path: str | Path, shard_size: str | int = SHARD_SIZE) -> None:
+        """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it.
+
+        What is larger than `shard_size` is written to several files with an index, as Hugging Face does with models:
+        fim-00001-of-00002.safetensors, ... and fim.safetensors.index.json, which `nm.load` finds by either name.  Their
+        tensors are mapped into memory, and sums of such results are computed a tensor at a time, when they are saved.
+        """
+        self._save(path, shard_size)
+
+    def _save(self, path: str | Path, shard_size: str | int, divided: bool = False) -> None:
+        places = {f"sum/{name}": (self.sums, name) for name in self.sums}
+        places |= {f"noise/{name}": (self.noise, name) for name in self.noise}
+        tensors = LazyTensors(lambda place: place[0][place[1]], places)
         numbers = {"count": str(self.count), "positions": str(self.positions), "reduction": self.reduction}
         texts = {"names": json.dumps(list(self.sums)), "provenance": self.provenance.to_json()}
-        save_tensors(path, tensors, "diagonal", {**numbers, **texts})
+        save_result(path, tensors, "diagonal", {**numbers, **texts}, shard_size, divided)
 
     def _footer(self) -> str:
         p = self.provenance
@@ -237,6 +253,51 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         if "batch" in squared and len(squared) > 1:
             lines.append(f"squared per batch, with more noise, because no rule covers them: {shown['batch']}")
         return lines
+
+
+class ShardedFisher(DiagonalFisher):
+    """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model in FSDP2 are.
+
+    What needs values of all processes (`trace`, `save`, `gathered`) is called by all of them.  Results add, scale and
+    are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
+    """
+
+    @override
+    def _total(self, tensor: Any) -> float:
+        return float(tensor.double().sum().full_tensor())
+
+    @override
+    def save(self, path: str | Path, shard_size: str | int = SHARD_SIZE) -> None:
+        """Write whole parameters to a file or more for each process, with an index; none has all of them at a time.
+
+        The folder must be one that all processes see.
+        """
+        self._save(path, shard_size, divided=True)
+
+    def gathered(self) -> DiagonalFisher:
+        """Return the whole result on each process, which must have the memory for it."""
+        sums, noise = ({name: whole(t) for name, t in d.items()} for d in (self.sums, self.noise))
+        return DiagonalFisher(sums, noise, self.count, self.positions, self.provenance, self.reduction)
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        advice = "Save the result and nm.load it in one process, or take fim.gathered() if memory has room for it."
+        raise ValueError(message("fim", "whole for intervals, rows, comparisons and pages", "in parts", advice))
+
+    interval = compare = plot = report = _refuse
+    rows = property(_refuse)
+
+    @override
+    def _repr_html_(self) -> str:
+        return f"<pre>{self}</pre>"
+
+    @override
+    def __str__(self) -> str:
+        here = sum(tensor.to_local().numel() for tensor in self.sums.values())  # type: ignore[attr-defined]
+        entries = sum(tensor.numel() for tensor in self.sums.values())
+        what = f"{len(self)} parameters, {here:,} of {entries:,} entries in this process"
+        return f"{type(self).__name__} ({self.unit}): {what}\n{self._footer()}\nSave it, and nm.load it anywhere."
+
+    __repr__ = __str__
 
 
 class _PerParameter(Mapping[str, Tensor]):
@@ -288,12 +349,12 @@ class _Intervals(_PerParameter):
 
 
 @reads("diagonal")
-def diagonal_from_file(tensors: dict[str, Tensor], head: dict[str, Any]) -> DiagonalFisher:
+def diagonal_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> DiagonalFisher:
     """The diagonal that `DiagonalFisher.save` wrote."""
     names = json.loads(head["names"])  # the file has an order of its own
     provenance = Provenance.from_json(head["provenance"])
-    sums = {name: tensors[f"sum/{name}"] for name in names}
-    noise = {name: tensors[f"noise/{name}"] for name in names if provenance.error_bars}
+    sums = renamed(tensors, {name: f"sum/{name}" for name in names})
+    noise = renamed(tensors, {name: f"noise/{name}" for name in names if provenance.error_bars})
     count, positions, reduction = (
         int(head["count"]),
         int(head["positions"]),

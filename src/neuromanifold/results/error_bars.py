@@ -18,6 +18,7 @@ from typing import Literal
 from torch import Tensor
 
 from neuromanifold.core.checks import message
+from neuromanifold.results.files import mapped
 
 ErrorBars = bool | Literal["rows"]
 
@@ -49,11 +50,11 @@ def row_sums(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
-def converted(noise: Mapping[str, Tensor], before: ErrorBars, after: ErrorBars) -> dict[str, Tensor]:
+def converted(noise: Mapping[str, Tensor], before: ErrorBars, after: ErrorBars) -> Mapping[str, Tensor]:
     """Return standard errors of a coarser kind: of rows, the sum of those of entries, or none."""
     if before is after or not after:
-        return dict(noise) if before is after else {}
-    return {name: row_sums(value) for name, value in noise.items()}
+        return noise if before is after else {}
+    return mapped(row_sums, noise)
 
 
 def entry_noise(noise: Mapping[str, Tensor], sums: Mapping[str, Tensor], name: str) -> Tensor:

@@ -3,6 +3,9 @@
 save_tensors, save_json     write beside the target, then rename it: a crash leaves the old file as it was
 @reads("diagonal")          registers the function that makes a result from a file's tensors and header
 load(path)                  finds the kind in the header and calls that function
+
+Tensors are mapped into memory: they are read from the disk when they are used.  Those of large results are in several
+files with an index (`sharded.py`), and what is computed from them waits until it is asked for (`LazyTensors`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,13 +25,15 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import override
 
 FORMAT = "neuromanifold"
 VERSION = 1
+INDEX, PART = ".index.json", "part"  # what the name of an index ends with; the kind of the files that it names
 
-Reader = TypeVar("Reader", bound=Callable[[dict[str, Tensor], dict[str, Any]], object])
+Reader = TypeVar("Reader", bound=Callable[[Any, dict[str, Any]], object])
 
-_readers: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {}
+_readers: dict[str, Callable[[Any, dict[str, Any]], object]] = {}
 _AGAIN = "Make it again."
 _ESTIMATE = "nm.fisher_diagonal, or `neuromanifold estimate`, makes a result of a model and its data."
 _CHECKPOINT = (
@@ -38,7 +43,10 @@ _CHECKPOINT = (
 
 
 class FileError(ValueError):
-    """A file that cannot be read as a result: damaged, foreign, or written by a later version."""
+    """A file that cannot be read as a result: damaged, foreign, or written by a later version.
+
+    The message says which of these, and what to do.
+    """
 
 
 def reads(kind: str) -> Callable[[Reader], Reader]:
@@ -52,19 +60,37 @@ def reads(kind: str) -> Callable[[Reader], Reader]:
 
 
 def load(path: str | Path) -> Any:
-    """Read a result of any kind from its file: a diagonal, a trace, factors, a matrix or bounds.
+    """Read a result of any kind from its file: a diagonal, a trace, factors, blocks, a matrix, bounds or a penalty.
 
     The kind is in the file, so its name does not matter, and nothing in a file is ever run (there are no pickles).
-    Whatever is not a result raises an error that says what it is and what to do.
+
+    Args:
+        path: what `save` of a result wrote.
+
+    Returns:
+        The result, on the CPU.
+
+    Raises:
+        FileError: the file is no result, is damaged, or was written by a later version.
+        FileNotFoundError, IsADirectoryError: there is no such file.
+
+    Example:
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/fisher.safetensors"
+        >>> nm.fisher_diagonal(model, data).save(path)
+        >>> nm.load(path).count
+        32
     """
-    tensors: dict[str, Tensor] = {}
-    if _beginning(path).startswith(b"{"):
+    tensors: Mapping[str, Tensor] = {}
+    if not in_several_files(path) and _beginning(path).startswith(b"{"):
         head = load_json(path)
     else:
         tensors, head = load_tensors(path)
     kind = str(head.get("kind", ""))
     if kind == "checkpoint":
         raise FileError(f"{path} {_CHECKPOINT}")
+    if kind == PART:
+        raise FileError(f"{path} has a part of a result's tensors. Read {Path(path).parent / head['index']}.")
     if kind not in _readers:
         raise FileError(f"{path} holds {kind or 'nothing'!r}, not a result: expected one of {', '.join(_readers)}.")
     try:
@@ -82,8 +108,66 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def load_tensors(path: str | Path, only: Container[str] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `save_tensors` wrote: the tensors (or `only` some of them), and the header with its "kind"."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are computed whenever one of them is asked for, such as sums of results that memory cannot hold."""
+
+    def __init__(self, function: Callable[..., Tensor], *sources: Mapping[str, Any]) -> None:
+        self._function, self._sources = function, sources
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._function(*(source[name] for source in self._sources))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources[0])
+
+    def __len__(self) -> int:
+        return len(self._sources[0])
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources[0]
+
+
+def mapped(function: Callable[..., Tensor], *sources: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Apply a function to the tensors of a name, for each name of the first source; later if any of them waits."""
+    if any(isinstance(source, LazyTensors) for source in sources):
+        return LazyTensors(function, *sources)
+    return {name: function(*(source[name] for source in sources)) for name in sources[0]}
+
+
+def renamed(source: Mapping[str, Tensor], names: Mapping[str, str]) -> Mapping[str, Tensor]:
+    """Return some of the tensors under other names (new: old); they go on to wait if they do."""
+    if isinstance(source, LazyTensors):
+        if missing := [old for old in names.values() if old not in source]:
+            raise KeyError(missing[0])
+        return LazyTensors(source.__getitem__, names)
+    return {name: source[old] for name, old in names.items()}
+
+
+def index_of(path: str | Path) -> Path:
+    """Return where the index of a result of this name is if it is in several files: beside it, or it is the index."""
+    path = Path(path)
+    return path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
+
+
+def in_several_files(path: str | Path) -> bool:
+    """Whether the name stands for an index: where both are there, a whole file is the older one or the newer one."""
+    path = Path(path)
+    return path.name.endswith(INDEX) or (not path.exists() and index_of(path).is_file())
+
+
+def load_tensors(path: str | Path, only: Container[str] | None = None) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """Read what `save_tensors` wrote: the tensors (or `only` some of them), and the header with its "kind".
+
+    The tensors of several files are `LazyTensors`.
+    """
+    if in_several_files(path):
+        head, where = load_index(path)
+        found: dict[str, Tensor] = {}
+        for file in sorted(set(where.values())):
+            wanted = [name for name, other in where.items() if other == file and (only is None or name in only)]
+            found |= _part(file, wanted, head, path)
+        return LazyTensors(lambda value: value, found), head
     start = _beginning(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -94,6 +178,39 @@ def load_tensors(path: str | Path, only: Container[str] | None = None) -> tuple[
     except SafetensorError as error:
         what = "is truncated or damaged" if start[8:9] == b"{" else "is not a safetensors file, or is damaged"
         raise FileError(f"{path} {what} ({error}). {_AGAIN}") from error
+
+
+def load_index(path: str | Path) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the header of a result in several files, and in which of them each tensor is."""
+    index = index_of(path)
+    _beginning(index)
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+        head, where = dict(values["metadata"]), {name: str(file) for name, file in values["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"{index} is not the index of a result, or is damaged ({error!r}). {_AGAIN}") from error
+    _check_head(index, head, f"It is the index of a model's weights? {_ESTIMATE}")
+    return head, {name: index.parent / Path(file).name for name, file in where.items()}
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """Return the safetensors files of a result."""
+    return sorted(set(load_index(path)[1].values())) if in_several_files(path) else [Path(path)]
+
+
+def _part(file: Path, names: list[str], head: dict[str, Any], path: str | Path) -> dict[str, Tensor]:
+    """Return tensors of one of the files of an index, which must be of the same result."""
+    if not file.is_file():
+        raise FileError(
+            f"{index_of(path)} names {file.name}, which is not there: all files of a result belong together."
+        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            if (opened.metadata() or {}).get("result") != head["result"]:
+                raise FileError(f"{file} is a part of another result than {index_of(path)}. {_AGAIN}")
+            return {name: opened.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise FileError(f"{file} is truncated or damaged ({error}). {_AGAIN}") from error
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
@@ -145,7 +262,7 @@ def _check_head(path: str | Path, head: dict[str, str], otherwise: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def save_tensors(path: str | Path, tensors: dict[str, Tensor], kind: str, metadata: dict[str, str]) -> None:
+def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], kind: str, metadata: dict[str, str]) -> None:
     """Write tensors and text to a safetensors file, all or nothing."""
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     head = {"format": FORMAT, "version": str(VERSION), "kind": kind, **metadata}

@@ -24,7 +24,17 @@ class UnknownParameterError(KeyError):
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was estimated, how, on what, and with which versions."""
+    """What was estimated, how, on what, and with which versions: `result.provenance` of every result.
+
+    Results with different models, weights, estimators or likelihoods do not add up, and say which of them differs.
+
+    Example:
+        >>> provenance = nm.fisher_diagonal(model, data).provenance
+        >>> provenance.target, provenance.batches, provenance.passes, provenance.verified
+        ('unbiased', 4, 4, 2)
+        >>> provenance.granularity["2.weight"]
+        'sample'
+    """
 
     estimator: str  # the estimator as code, e.g. "Hutchinson(probes=1, ...)"
     target: str  # what it is right for: "exact", "unbiased", "biased (...)"

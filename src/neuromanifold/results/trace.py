@@ -43,11 +43,16 @@ class Viewed:
 
 @dataclass(frozen=True)
 class TraceEstimate(Scalable, Viewed):
-    """tr F with its standard error (of the probes' noise; the data are taken as given): what every `.trace` returns.
+    """tr F with its standard error: what `nm.fisher_trace` and every `.trace` return.
 
     What is stored is the sum over samples and their number; `reduction` chooses what `value` and `stderr` show, "mean"
-    (per sample), "sum" or "token" (per position that counts).  It converts to a float, and formats as one:
-    f"{fim.trace:.3f}".
+    (per sample), "sum" or "token" (per position that counts).  The standard error is that of the probes' noise; the
+    data are taken as given.  It converts to a float, and formats as one.
+
+    Example:
+        >>> trace = nm.fisher_diagonal(model, data, nm.Exact()).trace
+        >>> f"{trace:.2f}", trace.stderr
+        ('2.51', 0.0)
     """
 
     sum: float  # over the samples

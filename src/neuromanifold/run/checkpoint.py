@@ -60,7 +60,7 @@ class CheckpointedRun:
 
     def __init__(self, checkpoint: Checkpoint | None, method: Method, sums: GradientSums, counts: Counts) -> None:
         self._checkpoint, self.is_kept = checkpoint or Checkpoint(os.devnull), checkpoint is not None
-        self._every, self.path = self._checkpoint.every, self._checkpoint.file(0)
+        self.path = self._checkpoint.file(0)
         self._method, self._sums, self._counts = method, sums, counts
         self._identity: dict[str, Any] = {}
         self._own = _Part(0, -1, "", "")
@@ -87,7 +87,7 @@ class CheckpointedRun:
             if rank % processes.world == processes.rank:
                 tensors, state = _read(path)
                 if state["counts"]["batches"]:
-                    _compare(self._identity, state["identity"], path)
+                    compare_identities(self._identity, state["identity"], path)
                     found[rank] = (path, tensors, state, _Part(int(state["done"], 16), *state["part"]))
         mine = {rank: [hex(part.done), *part[1:]] for rank, (*_, part) in found.items()}
         of_all = {int(rank): one for some in processes.gather("checkpoint", mine) for rank, one in some.items()}
@@ -109,7 +109,7 @@ class CheckpointedRun:
             self._counts.merge(state["counts"])
             self._own = max(self._own, part, key=lambda one: one.last)._replace(done=self._own.done | part.done)
         if states:
-            self._method.set_state(_merged([state["method"] for _, _, state, _ in states]))
+            self._method.set_state(merged_methods([state["method"] for _, _, state, _ in states]))
             self._written = self._own.done if len(states) == 1 and states[0][0] == self.path else 0
             self._plan_next(0.0)
         else:
@@ -137,7 +137,7 @@ class CheckpointedRun:
             advice = "Do not shuffle, or shuffle with a fixed seed; a generator must be a fresh one."
             batches = self._all.bit_count()
             expected = f"the batches that the run was begun with ({self.path} has {batches} of them)"
-            raise ValueError(message("data", expected, got, f"{advice} {_afresh(self._checkpoint)}"))
+            raise ValueError(message("data", expected, got, f"{advice} {afresh(self._checkpoint)}"))
         if is_first:
             self._first = chain
 
@@ -146,7 +146,7 @@ class CheckpointedRun:
         last = max(self._expected, default=-1)
         if batches <= last:
             expected = f"the data that the run was begun with, at least {last + 1} batches"
-            raise ValueError(message("data", expected, f"{batches} batches", _afresh(self._checkpoint)))
+            raise ValueError(message("data", expected, f"{batches} batches", afresh(self._checkpoint)))
 
     def note_done(self, numbers: list[int], chain: str) -> None:
         """Take note of batches that have been added to the sums, and of the chain after the last one."""
@@ -189,7 +189,12 @@ class CheckpointedRun:
         self._plan_next(time.monotonic() - start)
 
     def _plan_next(self, seconds: float) -> None:
-        self._due = time.monotonic() + (max(_SECONDS, seconds / _SHARE) if self._every is None else self._every)
+        self._due = time.monotonic() + seconds_until_next(self._checkpoint, seconds)
+
+
+def seconds_until_next(checkpoint: Checkpoint, seconds: float) -> float:
+    """Return when to write again after a write that has taken some seconds."""
+    return max(_SECONDS, seconds / _SHARE) if checkpoint.every is None else checkpoint.every
 
 
 def identity_of(method: Method, sums: GradientSums, shard: tuple[int, int], most: int | None = None) -> dict[str, Any]:
@@ -232,27 +237,32 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors, head = load_tensors(path)
         text = head["state"] if head["kind"] == "checkpoint" else ""
-        if head["fingerprint"] != fingerprint(("state", text), *sorted(tensors.items())):
+        if (
+            head.get("fingerprint", "") != fingerprint(("state", text), *sorted(tensors.items()))
+            and "result" not in head
+        ):
             raise ValueError("its contents have changed since it was written")
     except (FileError, KeyError, ValueError) as error:
-        raise FileError(f"{path} is not a checkpoint, or is damaged ({error}). {_afresh(path)}") from error
-    return tensors, json.loads(text)
+        raise FileError(f"{path} is not a checkpoint, or is damaged ({error}). {afresh(path)}") from error
+    return dict(tensors), json.loads(text)
 
 
-def _compare(now: dict[str, Any], before: dict[str, Any], path: Path) -> None:
+def compare_identities(now: dict[str, Any], before: dict[str, Any], path: Path) -> None:
+    """Refuse to resume another run, and say what differs."""
     different = [name for name in now if now[name] != before.get(name)]
     if not different:
         return
     short = {name: f" ({before.get(name)}, now {now[name]})" for name in different if not _is_long(now[name])}
     got = "one that differs in " + ", ".join(name + short.get(name, "") for name in different)
-    raise ValueError(message("checkpoint", "one of the same run", got, _afresh(path)))
+    raise ValueError(message("checkpoint", "one of the same run", got, afresh(path)))
 
 
 def _is_long(value: object) -> bool:
     return len(str(value)) > 60 or (isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None)
 
 
-def _afresh(path: Path | Checkpoint) -> str:
+def afresh(path: Path | Checkpoint) -> str:
+    """Return what to do if a checkpoint is not the right one."""
     named = path if isinstance(path, Path) else " and ".join(map(str, path.files().values())) or path.path
     return f"Delete {named} to begin afresh, or give another path."
 
@@ -265,12 +275,12 @@ def _without_obsolete(parts: dict[int, _Part], checkpoint: Checkpoint) -> dict[i
             continue
         if any(part.done & other.done for other in live.values()):
             path = checkpoint.file(rank)
-            raise FileError(f"{path} has some batches that other files of the run have, too. {_afresh(checkpoint)}")
+            raise FileError(f"{path} has some batches that other files of the run have, too. {afresh(checkpoint)}")
         live[rank] = part
     return dict(sorted(live.items()))
 
 
-def _merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+def merged_methods(states: list[dict[str, Any]]) -> dict[str, Any]:
     """What several processes have found out about the model (`Method.state`)."""
     first = dict(states[0])
     first["passes"] = sum(state["passes"] for state in states)

@@ -72,6 +72,11 @@ class Chain:
         self._kept, self._last = kept, dict[int, str]()
         self.value = ""
 
+    @property
+    def end(self) -> tuple[int, str]:
+        """The number of the last batch, and the fingerprint up to it."""
+        return max(self._last, default=-1), self.value
+
     def extend(self, number: int, item: object) -> str:
         """Take one more batch, before the model does, which may work on it in place."""
         self.value = fingerprint(("before", self.value), ("batch", item), most=OF_A_BATCH)
@@ -82,8 +87,7 @@ class Chain:
 
     def compare(self, processes: Processes, ended: bool) -> None:
         """Raise an error if the processes had different batches: up to the last one of each, and at the end of all."""
-        number = max(self._last, default=-1)
-        of_all = processes.gather("chain", [number, self.value, ended])
+        of_all = processes.gather("chain", [*self.end, ended])
         wrong = [rank for rank, (at, value, _) in enumerate(of_all) if at in self._last and self._last[at] != value]
         if all(one[2] for one in of_all) and len({one[0] for one in of_all}) > 1:
             wrong = wrong or [rank for rank, one in enumerate(of_all) if one[0] != of_all[0][0]]

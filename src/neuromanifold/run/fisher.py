@@ -25,8 +25,8 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
+from neuromanifold.results.diagonal import ShardedFisher
 from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
-from neuromanifold.results.sharded import ShardedFisher
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run
@@ -45,7 +45,11 @@ _FINGERPRINTED = 1024  # numbers of each parameter
 
 
 class ToleranceNotReachedWarning(UserWarning):
-    """The data ended before the relative standard error was as small as `rtol` asks for."""
+    """The data ended before the relative standard error was as small as `rtol` asks for.
+
+    The result is what all the data gave; its `provenance.stopped` says how far it got.  Use more data, more probes, or
+    a larger `rtol`.
+    """
 
 
 @torch.inference_mode(mode=False)
@@ -74,6 +78,9 @@ def fisher_diagonal(
     error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of the Fisher information, F_ii = Σ_x E_y[(∂ log p(y|x)/∂θ_i)²], with standard errors.
+
+    Cost with the default estimator: one forward and one backward pass for each batch; besides, two numbers for each
+    parameter (its sum and its standard error).
 
     Args:
         model: any module whose output is, holds or begins with logits; or a `function(parameters, *inputs)`, given
@@ -117,6 +124,19 @@ def fisher_diagonal(
             sum of each row of a weight (`fim.rows`), which takes a fraction of a percent.  False: nothing.  "auto":
             rows for more than 2**28 entries, which `fim.error_bars` says, else each entry.
 
+    Returns:
+        A `DiagonalFisher`: a mapping from parameter name to a tensor of the parameter's shape.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected; the message says what is.
+        VerificationError: per-sample gradients that were verified turned out wrong on a later batch.
+
+    Example:
+        >>> fim = nm.fisher_diagonal(model, data)
+        >>> fim["2.weight"].shape
+        torch.Size([3, 8])
+        >>> print(f"{fim['2.bias'][0]:.3f} ± {fim.stderr['2.bias'][0]:.3f}")
+        0.258 ± 0.043
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(
@@ -205,9 +225,21 @@ def fisher_trace(
     on_interrupt: OnInterrupt = "raise",
     distributed: Distributed = "auto",
 ) -> TraceEstimate:
-    """Return the trace of the Fisher information, Σ_x E_y‖∂ log p(y|x)/∂θ‖², with its standard error.
+    """Return the trace of the Fisher information, tr F = Σ_x E_y‖∂ log p(y|x)/∂θ‖², with its standard error.
 
-    Arguments as in `fisher_diagonal`.  Keeps one number for each pass, and nothing of the parameters' size.
+    All arguments are those of `fisher_diagonal`.  Cost: one backward pass for each batch and probe; kept is one number
+    for each pass, and nothing of the parameters' size.
+
+    Returns:
+        A `TraceEstimate`: `.value`, `.stderr`, and a float where one is expected.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected; the message says what is.
+
+    Example:
+        >>> trace = nm.fisher_trace(model, data)
+        >>> print(f"{trace.value:.2f} ± {trace.stderr:.2f}")
+        2.39 ± 0.38
     """
     estimator = _estimator(estimator, passes)
     problem = Problem.of(

@@ -39,7 +39,11 @@ _REASON = 300  # characters
 
 
 class NotCapturedWarning(UserWarning):
-    """The result is right, but batches could not be captured as CUDA graphs, and take as long as without them."""
+    """Batches could not be captured as CUDA graphs: the result is right, and takes as long as without them.
+
+    The message names the operation that does not allow it.  `cuda_graphs="auto"`, the default, falls back without a
+    warning.
+    """
 
 
 class GraphRecorder:

@@ -28,7 +28,11 @@ from neuromanifold.run.settings import Settings
 
 
 class SlowPathWarning(UserWarning):
-    """The answer is right, but for some parameters it takes a backward pass for each sample."""
+    """Some parameters take one backward pass for each sample: the result is right, but slow.
+
+    It is raised for `nm.Exact`, `nm.Empirical` and `granularity="sample"`, where the message names parameters without a
+    per-sample rule.  Use `nm.Hutchinson()`, leave these parameters out, or add a rule (`nm.rule`).
+    """
 
 
 class Method(ABC):

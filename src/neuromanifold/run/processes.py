@@ -137,7 +137,7 @@ class Processes:
 
     def _wait_for(self, begin: Callable[[], Any]) -> None:
         """Run a collective; one of a process that has died would be waited for until a timeout."""
-        try:
+        with self.losses_named():
             work, pause = begin(), 0.0
             while work is not None and not work.is_completed():
                 self.check()
@@ -145,13 +145,22 @@ class Processes:
                 pause = min(0.02, 1.2 * pause + 1e-5)
             if work is not None:
                 work.wait()
+
+    @contextmanager
+    def losses_named(self) -> Iterator[None]:
+        """Say what it means if a collective fails since another process is not there any more."""
+        try:
+            yield
         except ProcessError:
             raise
         except RuntimeError as error:
-            if "closed by peer" not in str(error).lower() and "reset by peer" not in str(error).lower():
+            if not any(text in str(error).lower() for text in ("closed by peer", "reset by peer", "broken pipe")):
                 raise
-            text = "Another process has died while sums were added, which ends the run on all processes; with a "
-            raise ProcessError(f"{text}checkpoint, the same call resumes it ({error}).") from error
+            if self.several:
+                with suppress(RuntimeError):
+                    self._read_news()  # the other one may have said why
+            text = "Another process has died, which ends the run on all processes; with a checkpoint, the same call "
+            raise ProcessError(self._failure or f"{text}resumes it ({error}).") from error
 
     @contextmanager
     def in_step(self) -> Iterator[InStep]:

@@ -92,21 +92,33 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> None:
 
 
 class RunningFisher:
-    """An exponential moving average of per-batch estimates, F̄ <- decay·F̄ + (1 - decay)·(Σ_passes g²)/B.
+    """An exponential moving average of per-batch estimates, F̄ ← decay·F̄ + (1 - decay)·(Σ_passes g²)/B.
 
-    Call `step(logits)` inside the training loop, after the forward pass and before the loss's backward: it sends one
-    cotangent through the graph that is there anyway and leaves .grad and the graph alone::
+    Call `step(logits)` inside the training loop, after the forward pass and before the loss's backward pass: it sends
+    one cotangent through the graph that is there anyway, and leaves `.grad` and the graph alone.  Averaging over steps
+    lowers the noise of a single probe by about √((1 - decay)/(1 + decay)), as long as the parameters move little in
+    1/(1 - decay) steps (end of section 4.2 of the paper).  Cost: one backward pass for each call of `step`.
 
-        running = nm.RunningFisher(model, decay=0.99)
-        for inputs, labels in loader:
-            logits = model(inputs)
-            running.step(logits)
-            loss(logits, labels).backward()
-            ...
-        fim = running.diagonal()
+    Args:
+        model: the model in training.
+        decay: weight of the past, 0 <= decay < 1.
+        estimator: an unbiased one, squared per batch; `nm.Hutchinson()` unless given.
+        likelihood: what the logits mean, as in `fisher_diagonal`.
+        parameters: which ones to follow, as in `fisher_diagonal`.
+        seed: random seed of the probes.
 
-    Averaging over steps lowers the noise of a single probe by about √((1 - decay)/(1 + decay)), as long as the
-    parameters move little in 1/(1 - decay) steps (end of section 4.2 of the paper).
+    Raises:
+        TypeError, ValueError: an argument is not what is expected; in `step`, logits that are not part of a graph.
+
+    Example:
+        >>> running = nm.RunningFisher(model, decay=0.9)
+        >>> for x, y in data:
+        ...     logits = model(x)
+        ...     running.step(logits)
+        ...     nn.functional.cross_entropy(logits, y).backward()  # and a step of the optimizer
+        >>> fim = running.diagonal()
+        >>> fim["2.bias"].shape, fim.count
+        (torch.Size([3]), 32)
     """
 
     def __init__(

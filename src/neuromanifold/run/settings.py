@@ -11,6 +11,8 @@ from typing import Literal
 from neuromanifold.core.checks import integer_in_range, message, one_of, random_seed
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
 from neuromanifold.problem.progress import Observer
+from neuromanifold.results.files import index_of
+from neuromanifold.results.sharded import remove_parts
 
 CudaGraphs = bool | Literal["auto"]
 Granularity = Literal["auto", "batch", "sample"]
@@ -56,11 +58,25 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the state of a run is kept, and how often: after so many seconds, 0 for every batch.
+    """Where a run keeps its state, and how often: pass it as `checkpoint=`.
 
-    By default every 30 seconds, or as rarely as writing takes a twentieth of the time.  The file stays when the run has
-    ended: a rerun then only goes through the data and gives the same result.  Delete it when the result is saved, with
-    `remove()`, which knows the names of all processes' files.
+    A rerun with the same arguments continues from the file.  It stays when the run has ended: a further rerun then only
+    goes through the data and gives the same result.  Delete it with `remove()`, which knows the names of all processes'
+    files, once the result is saved.
+
+    Args:
+        path: the file.  With several processes, each adds its rank to the name.
+        every: seconds between two writes; 0 writes after every batch.  By default every 30 seconds, or as rarely as
+            writing takes a twentieth of the time.
+
+    Raises:
+        TypeError, ValueError: `every` is not a number of seconds.
+
+    Example:
+        >>> import tempfile
+        >>> checkpoint = nm.Checkpoint(f"{tempfile.mkdtemp()}/run.ckpt", every=60)
+        >>> fim = nm.fisher_diagonal(model, data, checkpoint=checkpoint)
+        >>> checkpoint.remove()
     """
 
     path: str | Path
@@ -77,7 +93,8 @@ class Checkpoint:
         """The files that are there, by rank."""
         path = Path(self.path).resolve()  # of a link, what it leads to
         named = re.compile(re.escape(f"{path.name}.rank") + "([1-9][0-9]*)")
-        found = {0: path} if path.exists() else {}
+        found = {0: path if path.exists() else index_of(path)}
+        found = {rank: path for rank, path in found.items() if path.exists()}
         for entry in path.parent.iterdir() if path.parent.is_dir() else ():
             if rank := named.fullmatch(entry.name):
                 found[int(rank[1])] = entry
@@ -92,6 +109,7 @@ class Checkpoint:
         """Delete the files of all processes."""
         for path in self.files().values():
             path.unlink(missing_ok=True)
+        remove_parts(Path(self.path).resolve())
 
 
 @dataclass(frozen=True)

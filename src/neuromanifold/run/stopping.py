@@ -104,7 +104,8 @@ class Interrupts:
     def __init__(self, wanted: bool) -> None:
         self.wanted, self.spoiled = wanted, False
         """Whether Ctrl-C waits for the batch; whether a batch has begun and not ended."""
-        self._asked = False
+        self.asked = False
+        """Whether Ctrl-C has come and waits."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -126,10 +127,10 @@ class Interrupts:
         self.spoiled = True
         yield
         self.spoiled = False
-        if self._asked:
+        if self.asked:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked or not self.spoiled:
+        if self.asked or not self.spoiled:
             signal.default_int_handler(number, frame)
-        self._asked = True
+        self.asked = True

@@ -38,18 +38,26 @@ from neuromanifold.uses.matching import (
 
 
 class Consolidation(Scalable):
-    """A penalty strength/2 Σ_i F_i (θ_i − θ*_i)² with θ* the model's parameters now; call it on the model in training.
+    """The penalty ½ strength Σ_i F_i (θ_i − θ*_i)² of elastic weight consolidation, with θ* the model's parameters now.
 
-    Penalties are values: `a + b` holds on to two tasks, each with its own θ*; `0.9 * a` forgets a little;
-    `a.moved(model)` has the same weights around the model's parameters now.  Online EWC, with one θ* and decay γ, is
-
-        penalty = nm.Consolidation(model, fim, strength) + γ * penalty.moved(model)
+    Call it on the model in training, and add it to the loss.  Penalties are values: `a + b` holds on to two tasks, each
+    with its own θ*; `0.9 * a` forgets a little; `a.moved(model)` has the same weights around the model's parameters
+    now.  Online EWC, with one θ* and decay γ, is `nm.Consolidation(model, fim, strength) + γ * penalty.moved(model)`.
+    Cost: one multiplication and one addition for each parameter.
 
     Args:
         model: where the penalty is zero.  Its parameters are copied.
         fim: a result for this model, in the view in which it is meant: "mean" (as it is by default), "sum" or "token".
         strength: a number for all parameters, or numbers by pattern, such as {"classifier.*": 0, "*": 100}: the first
             pattern that matches counts.  Parameters with strength 0 may differ from the model's.
+
+    Raises:
+        ValueError: model and result do not have the same parameters, or a strength is negative.
+
+    Example:
+        >>> penalty = nm.Consolidation(model, nm.fisher_diagonal(model, data), strength=10.0)
+        >>> penalty(model).item()  # zero until the model is trained on
+        0.0
     """
 
     def __init__(self, model: nn.Module, fim: DiagonalFisher, strength: float | Mapping[str, float] = 1.0) -> None:

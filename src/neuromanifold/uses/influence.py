@@ -36,8 +36,9 @@ def influence(
 
     With the loss -log p(y|x), summed over N training samples, and H = F + damping I per sample in place of its Hessian,
     leaving out sample n moves the optimum by H⁻¹ ∇loss_n/N, so that the loss of test sample q rises by g_qᵀ H⁻¹ g_n/N
-    (Koh and Liang 2017).  Large positive scores are helpful samples, negative ones harmful.  The gradients of the test
-    samples are held, [Q, P], and those of one batch of training samples.
+    (Koh and Liang 2017).  Large positive scores are helpful samples, negative ones harmful.  Cost: one per-sample
+    backward pass over both data sets and a solution for each test sample; held are the gradients of the test samples,
+    [Q, P], and those of one batch of training samples.
 
     Args:
         model: trained; a classifier with labels, or another `likelihood` with its targets.  Nothing of it is changed.
@@ -48,6 +49,16 @@ def influence(
         progress: show a progress bar over the training samples.
         options: `likelihood`, `class_dim`, `ignore_index`, ... as in `fisher_diagonal`.
 
+    Returns:
+        A tensor [Q, N].
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected, such as data without labels.
+
+    Example:
+        >>> F = nm.fisher_kronecker(model, data)
+        >>> nm.influence(model, data, data[:1], F, damping=1e-2).shape
+        torch.Size([8, 32])
     """
     if not isinstance(fisher, Metric):
         advice = "Make one with nm.fisher_kronecker(model, train)."

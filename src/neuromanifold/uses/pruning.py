@@ -90,7 +90,7 @@ def plan_pruning(
     parameters: str | Sequence[str] | None = None,
     score: str = "fisher",
 ) -> PruningPlan:
-    """Return the masks that leave out the entries (or groups) with the least ½ Σ F_ii θ_i², and that sum.
+    """Return masks that prune the entries (or groups) with the least ½ Σ F_ii θ_i², the loss that is expected from it.
 
     Args:
         model: whose parameters are scored; nothing of it is changed before `plan.apply(model)`.
@@ -101,6 +101,17 @@ def plan_pruning(
         parameters: patterns of names.  By default weights of two dimensions or more that are no embeddings; for heads
             the output projections of attention.  For rows, name them: the rows of a last layer are the classes.
         score: "fisher"; or "magnitude", θ², which is what most tools do, to compare with.
+
+    Returns:
+        A `PruningPlan`: masks by parameter name, the sum, and `.apply(model)`.
+
+    Raises:
+        ValueError: model and result do not fit, or an argument is out of range.
+
+    Example:
+        >>> plan = nm.plan_pruning(model, nm.fisher_diagonal(model, data), sparsity=0.5)
+        >>> plan.sparsity
+        0.5
     """
     one_of(scope, "scope", "global", "layer")
     one_of(score, "score", "fisher", "magnitude")

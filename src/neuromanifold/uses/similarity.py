@@ -94,6 +94,17 @@ def task_distance(
             disjoint data: the standard error is then that of data and probes, by leaving out one part after the other.
         b: that of another, usually of the same weights; in parts if `a` is.
         metric: "cosine", "frechet" or "task2vec".
+
+    Returns:
+        A `TaskDistance`, with `.value` and `.stderr`.
+
+    Raises:
+        TypeError, ValueError: the results are for different parameters, or the metric is not known.
+
+    Example:
+        >>> a, b = nm.fisher_diagonal(model, data[:2]), nm.fisher_diagonal(model, data[2:], seed=1)
+        >>> f"{nm.task_distance(a, b).value:.2f}"
+        '0.01'
     """
     one_of(metric, "metric", *METRICS)
     if isinstance(a, DiagonalFisher) or isinstance(b, DiagonalFisher):

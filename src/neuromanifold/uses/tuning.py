@@ -115,7 +115,18 @@ def plan_tuning(model: nn.Module, fim: DiagonalFisher, share: float = 0.3, by: s
         model: whose layers are scored; `plan.apply(model)` freezes the others.
         fim: a result for this model on data of the new task.
         share: of the result's parameters.
-        by: "mean", "trace" or "relative" (module `neuromanifold.uses.tuning` says what they are).
+        by: "mean" of F over the layer's entries, "trace" (their sum), or "relative" (F θ²).
+
+    Returns:
+        A `TuningPlan`: `.chosen`, all scores, and `.apply(model)`.
+
+    Raises:
+        ValueError: model and result do not fit, or an argument is out of range.
+
+    Example:
+        >>> plan = nm.plan_tuning(model, nm.fisher_diagonal(model, data), share=0.5)
+        >>> len(plan.chosen)
+        1
     """
     one_of(by, "by", "mean", "trace", "relative")
     if not 0 < finite_number(share, "share") <= 1:
@@ -150,6 +161,17 @@ def plan_lora(
         rank: on average.
         parameters: patterns of the weights that get a LoRA, such as ["*.query.weight", "*.value.weight"].  By default
             all matrices that are no embeddings.
+
+    Returns:
+        A `LoraPlan`, whose `ranks` is PEFT's `rank_pattern`.
+
+    Raises:
+        ValueError: the result does not have the parameters, or there is no room for a single rank.
+
+    Example:
+        >>> plan = nm.plan_lora(model, nm.fisher_diagonal(model, data), rank=2)
+        >>> sorted(plan.ranks)
+        ['0', '2']
     """
     integer_in_range(rank, "rank", 1, 10**6, "on average")
     weights = [weight for weight in weights_of(model, fim, parameters) if weight.parameter.ndim == 2]

@@ -16,6 +16,7 @@ from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granu
 from neuromanifold.core.checks import message, one_of
 from neuromanifold.estimators import Adaptive
 from neuromanifold.problem.model import select_parameters
+from neuromanifold.results.diagonal import ShardedFisher, load_diagonal
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.settings import Checkpoint
@@ -157,7 +158,8 @@ def _estimate(
         )
     p, seconds = result.provenance, time.monotonic() - start
     interrupted = p.stopped.startswith("interrupted")
-    if own.rank == 0:
+    divided = isinstance(result, ShardedFisher)
+    if own.rank == 0 or divided:
         result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
         result.save(output)
     own.meet()  # checkpoints may go
@@ -173,5 +175,5 @@ def _estimate(
     also["written"] = output
     if checkpoint is not None and interrupted:
         also["to resume"] = f"run the same command again ({checkpoint.path})"
-    print_result(result, only=_PRINTED, also=also)
+    print_result(load_diagonal(output) if divided else result, only=_PRINTED, also=also)
     return p.stopped

@@ -28,11 +28,18 @@ _SIDES = ("eigenvalues", "left", "right", "stderr")
 
 
 class KroneckerFisher(StoredMetric):
-    """F as a block-diagonal matrix whose blocks are known by eigenvectors and eigenvalues.
+    """F as a block-diagonal matrix with known eigenvectors and eigenvalues: what `nm.fisher_kronecker` returns.
 
     The block of a layer is (U ⊗ V) diag(E) (U ⊗ V)ᵀ, with the eigenvectors of its two Kronecker factors.  E are the
     products of the factors' eigenvalues (KFAC), or, `corrected`, the diagonal of F itself in that basis (EKFAC), which
     is nearest to F for these eigenvectors.  `structure` says how each parameter was done.
+
+    Example:
+        >>> F = nm.fisher_kronecker(model, data)
+        >>> F.eigenvalues().shape, F.corrected
+        (torch.Size([67]), True)
+        >>> F.sample(damping=1.0)["2.bias"].shape  # from N(0, (F + damping I)⁻¹)
+        torch.Size([1, 3])
     """
 
     def __init__(

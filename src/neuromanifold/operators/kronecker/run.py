@@ -63,7 +63,7 @@ def fisher_kronecker(
     shard: tuple[int, int] | None = None,
     distributed: Distributed = "auto",
 ) -> KroneckerFisher:
-    """Return F as a block for each layer: eigenvectors of two Kronecker factors, and eigenvalues in their basis.
+    """Return F as a Kronecker-factored block for each layer: KFAC, or EKFAC with unbiased eigenvalues and error bars.
 
     The gradient of a sample for a layer's weight is G_n = Σ_t l_nt r_ntᵀ, with output gradients l and inputs r at its
     positions t (a bias is the weight of a further input that is always 1).  From the sums L = Σ l lᵀ and R = Σ r rᵀ,
@@ -72,21 +72,36 @@ def fisher_kronecker(
         F_layer ≈ (U ⊗ V) diag(Σ_n (Uᵀ G_n V)²) (U ⊗ V)ᵀ                           eigenvalues="corrected": EKFAC
 
     where T is the number of terms in both sums.  The corrected eigenvalues are unbiased for the diagonal of F in that
-    basis, with standard errors: they take a second pass over the data, whose noise is independent of the basis.
+    basis, with standard errors.  Cost: one backward pass for each batch and probe, twice (the second pass, for
+    corrected eigenvalues, has noise that is independent of the basis), and the eigenvectors of two matrices for each
+    layer. Arguments that are not listed are those of `fisher_diagonal`.
 
-    Arguments as in `fisher_diagonal`, and:
+    Args:
+        estimator: any that is right per sample; `nm.Hutchinson()` unless given, and `nm.Exact()` is type-2 KFAC.
+        eigenvalues: "corrected" or "kronecker", as above.
+        weight_sharing: "expand" takes each position of a sample (of a sequence, of a convolution) for a sample of its
+            own; "reduce" sums output gradients and averages inputs over positions first (Eschenhagen et al. 2023).
+        basis: an earlier result whose eigenvectors are taken: then there is one pass, and `weight_sharing` is that of
+            the basis.  Results in one basis add, as those of shards.
+        max_block: a parameter whose gradient is no such sum (norms, position tables, parameters without a rule) gets a
+            dense block if it has at most that many entries, else dense blocks of its rows where these have max_block²
+            numbers at most, else its diagonal.
+        max_side: a factor with more features than that, such as a vocabulary, is diagonal.
+        error_bars: standard errors of corrected eigenvalues; without them (NaN) the second pass takes no fourth powers.
+        checkpoint: of the pass over the eigenvalues; the factors' is beside it, with ".factors" added to its name.
 
-    - `estimator`: any that is right per sample; `nm.Hutchinson()` unless given, and `nm.Exact()` is type-2 KFAC.
-    - `weight_sharing`: "expand" takes each position of a sample (of a sequence, of a convolution) for a sample of its
-      own; "reduce" sums output gradients and averages inputs over positions first (Eschenhagen et al. 2023).
-    - `basis`: an earlier result whose eigenvectors are taken: then there is one pass, and `weight_sharing` is that of
-      the basis.  Results in one basis add, as those of shards.
-    - `max_block`: a parameter whose gradient is no such sum (norms, position tables, parameters without a rule) gets a
-      dense block if it has at most that many entries, else dense blocks of its rows where these have max_block²
-      numbers at most, else its diagonal.
-    - `max_side`: a factor with more features than that, such as a vocabulary, is diagonal.
-    - `error_bars`: standard errors of corrected eigenvalues; without them (NaN) the second pass takes no fourth powers.
-    - `checkpoint`: of the pass over the eigenvalues; the factors' is beside it, with ".factors" added to its name.
+    Returns:
+        A `KroneckerFisher`: products, damped solutions, samples, log-determinant and spectrum in closed form.
+
+    Raises:
+        TypeError, ValueError: an argument or a batch is not what is expected; the message says what is.
+
+    Example:
+        >>> F = nm.fisher_kronecker(model, data)
+        >>> gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
+        >>> natural = F.solve(gradients, damping=0.1).x
+        >>> [tuple(direction.shape) for direction in natural]
+        [(8, 4), (8,), (3, 8), (3,)]
     """
     estimator = Hutchinson() if estimator is None else estimator
     one_of(eigenvalues, "eigenvalues", "corrected", "kronecker")

@@ -100,6 +100,24 @@ class ShardedSums:
         kept = self._fourths[i] = zero_sums(like) if kept is None else kept
         kept.add_((part * self._units[i] ** -4).to(kept.dtype))
 
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far and their standard errors, as distributed tensors."""
+        found = {f"squares/{i}": one for i, one in enumerate(self.squares)}
+        return found | {f"noise/{i}": one for i, one in enumerate(self.noise() if self._keeps else ())}
+
+    def set_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `state` returned, in any number of processes, from whole tensors of which each takes its part.
+
+        Fourth powers are those of the standard errors, but for rounding.
+        """
+        for i in range(len(self._squares)):
+            self._squares[i] = self._shards.part_of(i, tensors[f"squares/{i}"])
+            if self._keeps:
+                noise = self._shards.part_of(i, tensors[f"noise/{i}"])
+                size = power_of_two_near(math.sqrt(float(noise.mean())) if noise.numel() else 0.0)
+                if size:
+                    self._units[i], self._fourths[i] = size, (noise / size**2).square_()
+
     @property
     def squares(self) -> list[Any]:
         """Σ g² of each parameter, as distributed tensors."""

@@ -67,18 +67,27 @@ def check_rule(
     """Compare a module's rule with autograd, sample by sample; print the result, or read its `.passed`.
 
     The module is not changed: the checks run on copies, in eval mode, in float64 and in float32, with parameters
-    perturbed at random.
+    perturbed at random.  Cost: one backward pass for each sample.
 
     Args:
-        module: an example of the layer, with parameters of its own.  Take odd and different sizes, and buffers that
-            are neither zeros nor ones.
+        module: an example of the layer, with parameters of its own.  Take odd and different sizes, and buffers that are
+            neither zeros nor ones.
         inputs: an example of what it is called with: a tensor, or a tuple of all positional arguments.  The first
             dimension of the first one holds the samples (two at least), and so does that of every other tensor of the
             same length.  Give positions, if the layer may have any: [samples, positions, features].
         options: keyword arguments of the call.
         samples: at most so many of the samples are used; each takes a backward pass.
-        seed: of the random output gradient.
+        seed: random seed of the output gradient.
 
+    Returns:
+        A `RuleCheck`, with a verdict for each parameter.
+
+    Raises:
+        TypeError, ValueError: `module` or `inputs` is not what is expected.
+
+    Example:
+        >>> nm.check_rule(nn.Linear(5, 3), torch.randn(4, 7, 5)).passed
+        True
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("module", "a torch.nn.Module", type(module).__name__))

@@ -63,7 +63,7 @@ def rule(
     extra_dims: bool = False,
     applies: Applies | None = None,
 ) -> Callable[[F], F]:
-    """Register a function as the rule of one or several module classes.
+    """Register a function as the per-sample rule of one or several module classes.
 
     The function gets a `Call` and returns, for each name in `call.wanted`, the gradients of single samples as one of
     the forms `Dense`, `Product` and `Rows`.  It must be pure: it neither changes the module nor keeps anything.
@@ -74,6 +74,25 @@ def rule(
         extra_dims: whether the function takes inputs with any number of dimensions after the samples.
         applies: a module for which this returns False has no rule.
 
+    Returns:
+        A decorator, which returns the function as it is.
+
+    Raises:
+        TypeError: what is registered is no class of modules, or not a function.
+
+    Example:
+        >>> from neuromanifold.persample.gradients import Dense
+        >>> class Scale(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(4))
+        ...     def forward(self, x):
+        ...         return x * self.scale
+        >>> @nm.rule(Scale, parameters=("scale",))
+        ... def scale(call):
+        ...     return {"scale": Dense(call.g * call.x)}
+        >>> nm.check_rule(Scale(), torch.randn(5, 4)).passed
+        True
     """
     for kind in modules:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):

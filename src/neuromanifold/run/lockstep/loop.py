@@ -2,6 +2,7 @@
 
 while any process has a batch:
     batch = the next one of this process, or one again whose cotangents are zero
+    write a checkpoint, if it is due on any of them
     outputs = forward(batch)                                all processes together
     while any process has a cotangent:
         sums.add(gradients of u)                            a layer at a time, added up over processes
@@ -12,7 +13,7 @@ What depends on a process's batch alone (whether to verify, how many passes) is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from neuromanifold.core.checks import message
@@ -27,10 +28,11 @@ from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Reporter
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.dealing import Chain, Dealing, deal
+from neuromanifold.run.lockstep.checkpoint import ShardedCheckpoint
 from neuromanifold.run.lockstep.method import Lockstep
-from neuromanifold.run.processes import together
+from neuromanifold.run.processes import ProcessError, Processes, together
 from neuromanifold.run.settings import LoopOptions, Settings
-from neuromanifold.run.stopping import Accuracy, is_due
+from neuromanifold.run.stopping import Accuracy, Interrupts, is_due
 
 
 @contextmanager
@@ -61,35 +63,52 @@ def run_sharded(
     method = Lockstep(problem, settings, shards, tokens=isinstance(sums, ShardedSums))
     items = problem.items(progress=options.progress is True and shows, description=options.description)
     items, dealing = deal(items, processes, method, sums, options)
-    mine, reporter, rounds = _Mine(items, dealing), Reporter(options.progress if shows else False), 0
-    with method.attached():
+    saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
+    saved.resume(options.shard, dealing.own_data)
+    mine, reporter = _Mine(items, dealing, saved), Reporter(options.progress if shows else False)
+    rounds, interrupts = saved.done.bit_count() // processes.world, Interrupts(wanted=True)
+    if rounds and accuracy.rtol is not None and is_due(rounds):
+        counts.stopped = _looked(shards, counts, sums, accuracy)
+    with method.attached(), interrupts.watched(), processes.losses_named():
         while not counts.stopped:
+            interrupts.spoiled = True  # Ctrl-C waits: the other processes have to hear of it
             entry = mine.following()
-            found = in_step.gather("round", [entry is not None, method.engine.came_late])
-            if not any(there for there, _ in found):
+            flags = [entry is not None, method.engine.came_late, saved.is_due, interrupts.asked]
+            there, late, due, asked = zip(*in_step.gather("round", flags), strict=True)
+            if any(due) or any(asked) or not any(there):
+                saved.write(*mine.chain.end)
+            if any(asked):
+                counts.stopped = _interrupted(asked, processes, counts, options)
+            if counts.stopped or not any(there):
                 break
-            if any(late for _, late in found):
+            if any(late):
                 method.engine.require_reference()
             batch = problem.read(*(entry or mine.spare()))
             outputs = method.forward(batch)
             if entry:
                 method.seed(batch.number)
                 method.backward(outputs, sums)
+                saved.done |= 1 << batch.number
             else:
                 method.go_along(outputs, sums)
             method.release()
             method.validation.flush()
             outputs = outputs.detached()
             if entry:
-                _count(method, counts, batch, outputs)
+                _count(method, counts, batch, outputs, dealing.index(batch.number))
                 reporter.batch_done(lambda: counts.progress(None))
             rounds += 1
             counts.note(method)
             if accuracy.rtol is not None and is_due(rounds):
                 counts.stopped = _looked(shards, counts, sums, accuracy)
+        if counts.stopped:
+            saved.write(*mine.chain.end)
+        else:
+            saved.check_length(mine.read)
     counts.first = mine.first
     if dealing.compares:
         mine.chain.compare(processes, not counts.stopped)
+    counts.note(method)
     counts = Counts.total(processes.gather("counts", counts.shared()))
     if isinstance(sums, TraceSums):
         processes.reduce(sums)
@@ -98,12 +117,21 @@ def run_sharded(
     return counts
 
 
+def _interrupted(asked: Sequence[bool], processes: Processes, counts: Counts, options: LoopOptions) -> str:
+    """Return why the run ends on all processes, or raise what ends the call."""
+    some = any(processes.gather("some", counts.batches))
+    if options.on_interrupt == "return" and some:
+        return f"interrupted after {counts.batches} batches"
+    if asked[processes.rank]:
+        raise KeyboardInterrupt
+    text = f"Rank {asked.index(True)} of {processes.world} was interrupted, which ends the run on all processes; with "
+    raise ProcessError(text + "a checkpoint, the same call resumes it.")
+
+
 def _check(settings: Settings, options: LoopOptions) -> None:
     """Refuse what is not there for models in FSDP2."""
     refused = {
         "passes": isinstance(settings.estimator, Adaptive),
-        "checkpoint": options.checkpoint is not None,
-        "on_interrupt": options.on_interrupt == "return",
         "distributed": options.distributed is False,
     }
     for argument, given in refused.items():
@@ -111,14 +139,14 @@ def _check(settings: Settings, options: LoopOptions) -> None:
             raise ValueError(message(argument, "left out for a model in FSDP2 (fully_shard)", "one that is set"))
 
 
-def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs) -> None:
+def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs, index: int) -> None:
     """Count a batch, and look at some of them: at their noise, and at the first one's outputs."""
     problem = method.problem
-    if counts.batches & (counts.batches - 1) == 0:
+    if index & (index - 1) == 0:
         core = problem.distributions(outputs, labels=False).core
         counts.add_noise_shares(method.settings.estimator.noise_shares(core))
-        if not counts.batches:
-            problem.inspect(batch, outputs)
+    if not counts.batches:
+        problem.inspect(batch, outputs)
     counts.add(outputs)
     counts.next = batch.number + 1
 
@@ -134,8 +162,10 @@ def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accur
 class _Mine:
     """The batches of this process, and one of any number that it can run again for the others' sake."""
 
-    def __init__(self, items: Iterator[object], dealing: Dealing) -> None:
-        self._items, self._dealing = enumerate(items), dealing
+    def __init__(self, items: Iterator[object], dealing: Dealing, saved: ShardedCheckpoint) -> None:
+        self._items, self._dealing, self._saved = enumerate(items), dealing, saved
+        self.read = 0
+        """The number of the batch after the last one that was read."""
         self.first = ""
         """The fingerprint of batch 0."""
         self.chain = Chain(2 * dealing.world)
@@ -146,11 +176,12 @@ class _Mine:
         for place, item in self._items:
             self.first = self.first or fingerprint(("batch", item), most=OF_A_BATCH)
             number = self._dealing.number(place)
+            self.read = number + 1
             self._spare = self._spare or (item, number)
             if self._dealing.in_shard(place):
-                if self._dealing.compares:
-                    self.chain.extend(number, item)
-                if self._dealing.is_mine(place):
+                if self._dealing.compares or self._saved.is_kept:
+                    self._saved.compare(number, self.chain.extend(number, item))
+                if self._dealing.is_mine(place) and not self._saved.was_done(number):
                     self._spare = item, number
                     return item, number
         return None

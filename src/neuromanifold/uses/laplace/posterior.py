@@ -48,24 +48,29 @@ class Prediction(NamedTuple):
 
 
 class Laplace:
-    """A Gaussian posterior over the parameters of a result, N(θ̂, (N F + δ)⁻¹), around those of the model.
-
-        fim = nm.fisher_kronecker(model, training_data, parameters="head.*")     last layer, or all of them
-        laplace = nm.Laplace(model, fim).optimize_prior_precision()
-        laplace.predict(test_data).mean                                         probabilities [N, C]
+    """A Gaussian posterior N(θ̂, (N F + δ)⁻¹) over the parameters of a result, around those of the model.
 
     N F is the sum over samples, which a result knows in every view.  Parameters that the result does not have stay
-    where they are.  The model is referred to, and its present parameters are the posterior's mean.
+    where they are.  The model is referred to, and its present parameters are the posterior's mean.  Cost of a
+    prediction: one forward pass for each drawn model, or the products with J of the linearised network.
 
     Args:
         model: the trained model at whose parameters `fim` was computed.
-        fim: of `nm.fisher_kronecker`, with correlations inside of each layer, or of `nm.fisher_diagonal`, without
-            any; over part of the training data if `samples` says how many there are in all.
-        prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor,
-            the same for a weight and a bias that share a Kronecker block.
+        fim: of `nm.fisher_kronecker`, with correlations inside of each layer, or of `nm.fisher_diagonal`, without any;
+            over part of the training data if `samples` says how many there are in all.
+        prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor, the
+            same for a weight and a bias that share a Kronecker block.
         likelihood: as in `nm.fisher_diagonal`; needed only if the result's was not one of the library's own classes.
         samples: how many training samples there are, N; the result's own count if not given.
 
+    Raises:
+        TypeError, ValueError: model and result do not fit, or an argument is out of range.
+
+    Example:
+        >>> fim = nm.fisher_kronecker(model, data, parameters="2.*")  # the last layer
+        >>> laplace = nm.Laplace(model, fim).optimize_prior_precision()
+        >>> laplace.predict(data).mean.shape  # probabilities [N, C]
+        torch.Size([32, 3])
     """
 
     def __init__(

@@ -7,7 +7,6 @@ write_checkpoint(...)     the tensors of a mapping in model-00001-of-00003.safet
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from neuromanifold.core.checks import message
 from neuromanifold.problem.progress import tracked
 from neuromanifold.results.files import FORMAT, FileError, check_destination
+from neuromanifold.results.sharded import by_size
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -30,7 +30,6 @@ _DTYPES = {
 }  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _INDEX, _SINGLE, _ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,15 +128,6 @@ def _files_of(folder: Path, argument: str) -> list[Path]:
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def parse_size(text: str | int, argument: str = "shard_size") -> int:
-    """Return the bytes of a size such as "5GB"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", str(text).strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise ValueError(message(argument, "a size such as 5GB or 500MB", repr(text)))
-    return size
-
-
 def write_checkpoint(
     tensors: Mapping[str, Tensor],
     sizes: Mapping[str, int],
@@ -154,11 +144,7 @@ def write_checkpoint(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = f"{folder}, which has files" if folder.is_dir() else f"{folder}, a file"
         raise FileExistsError(message("output", "a new folder, or an empty one", got))
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > shard_size:
-            shards.append([])
-        shards[-1].append(name)
+    shards = by_size(sizes, shard_size)
     check_destination(folder.parent / f"{folder.name}.aside", sum(sizes.values()))
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as aside:
         made = Path(aside) / folder.name

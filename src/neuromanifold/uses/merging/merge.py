@@ -25,10 +25,11 @@ from neuromanifold._version import __version__
 from neuromanifold.core.checks import finite_number, message, one_of
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.diagonal import diagonal_from_file
-from neuromanifold.results.files import load_tensors
+from neuromanifold.results.files import files_of, load_tensors
+from neuromanifold.results.sharded import parse_size
 from neuromanifold.results.table import text_table
 from neuromanifold.uses.matching import RESULT, check_diagonal, check_squares, first_of, matched_shapes
-from neuromanifold.uses.merging.checkpoints import TensorSource, from_files, parse_size, source_of, write_checkpoint
+from neuromanifold.uses.merging.checkpoints import TensorSource, from_files, source_of, write_checkpoint
 
 METHODS = ("fisher", "average", "task-arithmetic", "ties")
 _WITHOUT = "averaged, without a Fisher"
@@ -161,7 +162,8 @@ def merge(
 
     Floating-point tensors that are in no result (buffers, parameters that were frozen) are averaged; integers are taken
     from the first model.  Where a model has no tensor of a name, or one of another shape, that is an error; with
-    differing="first", the first model's is taken.  `print(merged)` lists each of these.
+    differing="first", the first model's is taken.  `print(merged)` lists each of these.  Cost: each tensor of each
+    model is read once, when the result is saved or applied; one is in memory at a time.
 
     Args:
         models: at least two folders of transformers (with one or more safetensors files), safetensors files, modules or
@@ -174,6 +176,22 @@ def merge(
         density: the share of each task vector's entries that "ties" keeps.
         scale: by which the change from `base` is multiplied.
         differing: "error" or "first", for tensors that are not the same in all models, such as classifiers.
+
+    Returns:
+        A `Merged`: a mapping from name to tensor, computed when asked for; `.save(folder)` writes what transformers
+        reads.
+
+    Raises:
+        TypeError, ValueError: models or results do not fit together; the message names the tensor.
+        FileNotFoundError: there is no such folder or file.
+
+    Example:
+        >>> import copy
+        >>> other = copy.deepcopy(model)  # and fine-tuned on other data
+        >>> fishers = [nm.fisher_diagonal(m, data) for m in (model, other)]
+        >>> merged = nm.merge([model, other], fishers)
+        >>> other.load_state_dict(dict(merged))
+        <All keys matched successfully>
     """
     one_of(method, "method", *METHODS)
     one_of(differing, "differing", "error", "first")
@@ -291,7 +309,7 @@ def _opened(fisher: DiagonalFisher | str | Path, argument: str) -> tuple[Diagona
     if head.get("kind") != "diagonal":
         expected = "a diagonal (nm.fisher_diagonal and `neuromanifold estimate` make one)"
         raise ValueError(message(argument, expected, f"{fisher}, a {head.get('kind')}"))
-    sums = from_files([Path(fisher)], str(fisher), None, results=True)
+    sums = from_files(files_of(fisher), str(fisher), None, results=True)
     empty = {name: torch.empty(shape, device="meta") for name, shape in sums.shapes.items()}
     return check_diagonal(diagonal_from_file(empty, head), argument), sums, "sum/"
 

@@ -20,8 +20,28 @@ from neuromanifold.problem.model import select_parameters
 class KroneckerPreconditioner:
     """Turns gradients into damped natural gradients, (F + damping I)⁻¹ g, in front of any optimizer.
 
-    F is that of the batch of every `every`-th step, in Kronecker form: one more forward and backward pass and the
-    eigenvectors of small matrices, spread over `every` steps.  In between it is applied as it is.
+    F is that of the batch of every `every`-th step, in Kronecker form.  In between it is applied as it is.  Cost: every
+    `every` steps one more forward and backward pass and the eigenvectors of small matrices; each step two matrix
+    products for each layer.
+
+    Args:
+        model: the model in training.
+        damping: added to the eigenvalues of F, the mean per sample.
+        every: steps between two estimates of F.
+        clip: the largest length of what replaces the gradient, in the metric F + damping I; None for any length.
+        options: those of `fisher_kronecker`; eigenvalues are those of the factors unless said otherwise.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range; in `step`, a parameter without a gradient.
+
+    Example:
+        >>> preconditioner = nm.KroneckerPreconditioner(model, damping=0.1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for x, y in data:
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        ...     rate = preconditioner.step((x, y))  # gradients are replaced
+        ...     optimizer.step()
     """
 
     def __init__(

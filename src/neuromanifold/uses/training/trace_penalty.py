@@ -36,10 +36,7 @@ def trace_penalty(
     detach: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return an unbiased estimate of tr F per sample, whose gradient is unbiased for that of tr F.
-
-        logits = model(inputs)
-        loss = cross_entropy(logits, labels) + strength * nm.trace_penalty(model, logits)
+    """Return an unbiased estimate of tr F per sample, whose gradient is unbiased for that of tr F: add it to the loss.
 
     The signs ξ_n are independent over samples, so that in ‖Σ_n J_nᵀu_n‖² the terms between samples vanish on average:
     E‖g‖² = Σ_n tr(J_nᵀ M_n J_n) for any model, in one more backward pass.  Squares of single samples would have less
@@ -50,12 +47,22 @@ def trace_penalty(
         model: whose parameters F is about; those that are frozen do not count.
         logits: [B, ..., C], part of the training graph, which is kept: the outputs of `model`.
         parameters: a name pattern, several, or a function of name and parameter.
-        likelihood: what the outputs mean, as in `nm.fisher_diagonal`.
+        likelihood: what the outputs mean, as in `fisher_diagonal`.
         mask: bool [B, ...], which positions count.
         detach: hold M, which is that of the predictions, constant.  The same value; but its gradient makes the network
             smoother only, while that of tr F can also make predictions more confident.
         generator: of the signs; the global random state if not given, as for dropout.
 
+    Returns:
+        A scalar with a graph.
+
+    Raises:
+        TypeError, ValueError: `logits` are not part of a graph, or an argument is not what is expected.
+
+    Example:
+        >>> logits = model(inputs)
+        >>> loss = nn.functional.cross_entropy(logits, labels) + 0.01 * nm.trace_penalty(model, logits)
+        >>> loss.backward()
     """
     check_graph(logits)
     if logits.dtype == torch.float16:
