@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all check bench docs figures release-check clean
+.PHONY: demo test test-all test-gpu check bench docs figures release-check clean
 
 demo: .venv/installed-demo  ## every estimator on a small network, trained on the spot: a table, and a plot in demo/
 	$(BIN)/neuromanifold demo --out demo
@@ -13,6 +13,9 @@ test: check  ## style, types, tests: what CI runs
 
 test-all: check docs  ## also the slow tests, property tests drawn anew, and the docs
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest $(PARALLEL)
+
+test-gpu: .venv/installed-test  ## on a machine with a GPU: tests that use it; compiled kernels and whole networks against float64
+	TRITON_INTERPRET=0 $(BIN)/python benchmarks/gpu_session.py --sections tests checks --budget 600 --out dist/gpu
 
 check: .venv/installed-test
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@
     PYTHONPATH=src python benchmarks/gpu_session.py --profile DistilBERT-2 bf16
 
     checks      kernels against float64; whole networks against a float64 loop, in fp32, tf32, bf16 and fp16; CUDA
-                graphs against eager runs; verification in every precision; unbiasedness
+                graphs against eager runs; language models; verification in every precision; unbiasedness
     tests       the tests that need a GPU, by pytest where it is installed
     times       for each model and precision: time and memory over forward + backward
     ablation    each Triton kernel against torch
@@ -33,6 +33,7 @@ from gpu.behaviour import run_behaviour
 from gpu.device import print_profile, run_device
 from gpu.exact import run_exact
 from gpu.kernels import run_kernels
+from gpu.language import run_language
 from gpu.models import ARCHITECTURES, PRECISIONS, TASKS
 from gpu.networks import run_networks
 from gpu.session import Session
@@ -50,6 +51,9 @@ def run_checks(session: Session) -> None:
     architectures = [name for name in ARCHITECTURES if name in {TASKS[task][0] for task in chosen}]
     if session.device.type == "cuda" or wanted_kernels() == "interpret":
         run_kernels(session)
+    if any(ARCHITECTURES[architecture].language for architecture in architectures):
+        with session.share(0.5):
+            run_language(session)
     with session.share(0.6):
         run_networks(session, architectures)
     run_behaviour(session, architectures)

@@ -27,6 +27,7 @@ WINDOWS = {
     "add_squares_of_convolution 1×1, stride 2": (Windows((1, 1), (2, 2), (0, 0), (1, 1), 1), 64, 32),
     "add_squares_of_convolution 3×3, groups": (Windows((3, 3), (2, 2), (1, 1), (2, 2), 4), 64, 32),
     "depthwise_gradients 5×5": (Windows((5, 5), (1, 1), (2, 2), (1, 1), 32), 32, 32),
+    "depthwise_gradients 7×7": (Windows((7, 7), (1, 1), (3, 3), (1, 1), 96), 96, 96),
 }
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -70,6 +71,9 @@ def _checks() -> dict[str, Callable[[torch.dtype, torch.device], Pairs]]:
     return {
         "add_squares_of_products": _products,
         "add_squares_of_products, T=1": partial(_products, t=1),
+        "add_squares_of_products, T=1000": partial(_products, t=1000),
+        "add_squares_of_products, norms of rows": _row_norms,
+        "add_squares_of_products, rows left out": _left_out,
         **convolutions,
         "channel_norm_sums": _channel_norm,
     }
@@ -104,6 +108,25 @@ def _products(dtype: torch.dtype, device: torch.device, t: int = 40) -> Pairs:
     left, right, to = _noise(dtype, device, n, t, o), _noise(dtype, device, n, t, i), _accumulators(device, o, i)
     _done(dispatch.add_squares_of_products(left, right, to))
     return _powers(torch.einsum("nto,nti->noi", left.double(), right.double()), to)
+
+
+def _row_norms(dtype: torch.dtype, device: torch.device) -> Pairs:
+    n, t, o, i = 9, 600, 70, 130
+    left, right = _noise(dtype, device, n, t, o), _noise(dtype, device, n, t, i)
+    to = Accumulators(torch.zeros(o, i, device=device), rows=torch.zeros(o, device=device))
+    _done(dispatch.add_squares_of_products(left, right, to))
+    assert to.rows is not None
+    squares = torch.einsum("nto,nti->noi", left.double(), right.double()).square()
+    return [(to.squares, squares.sum(0)), (to.rows, squares.sum(2).square().sum(0))]
+
+
+def _left_out(dtype: torch.dtype, device: torch.device) -> Pairs:
+    n, t, o, i = 4, 50, 90, 64
+    left, right, to = _noise(dtype, device, n, t, o), _noise(dtype, device, n, t, i), _accumulators(device, o, i)
+    skip = torch.randint(0, o, (n, t), generator=torch.Generator().manual_seed(0)).to(device)
+    _done(dispatch.add_squares_of_products(left, right, to, skip=skip))
+    kept = torch.ones(n, o, device=device, dtype=torch.float64).scatter_(1, skip, 0.0)
+    return _powers(torch.einsum("nto,nti->noi", left.double(), right.double()) * kept[..., None], to)
 
 
 def _convolution(name: str, dtype: torch.dtype, device: torch.device) -> Pairs:

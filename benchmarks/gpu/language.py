@@ -1,24 +1,16 @@
-"""Language models at full size on a GPU: time and memory over forward + backward, and where the time goes.
+"""Language models at full size, with random weights and tokens, and checks of small ones.
 
-    PYTHONPATH=src:benchmarks python -m gpu.language --out DIR [--budget 350] [--only GPT-2 Qwen] [--profile Qwen]
-
-Weights and tokens are random.  A run goes through `WARM` batches first, which are verified, captured and compiled;
-seconds and peak memory are those of the batches after that.  Memory is what is allocated beyond the weights, at the
-most; of a run without the sums that are its result.
+exact      the exact diagonal against float64
+eager      the same probes, squared by kernels and by torch; CUDA graphs against eager runs
+FSDP2      a model that is sharded among one process against the same as it is
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import sys
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from statistics import median
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +18,16 @@ import transformers as hf
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from gpu.session import Missing, Row, Session
+from neuromanifold.kernels import dispatch
 
-WARM = 12
+KINDS = ("qwen", "llama", "gpt2")
+RUNS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "rows": {"error_bars": "rows"},
+    "no error bars": {"error_bars": False},
+    "per batch": {"granularity": "batch"},
+}
 
 
 class Shape(NamedTuple):
@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     config: Callable[[], Any]
     samples: int
     length: int
+    warm: int  # batches that are not timed: verified, captured, compiled
     batches: int  # that are timed
 
 
@@ -55,193 +56,121 @@ def _llama(large: bool) -> Any:
     return hf.LlamaConfig(**(eight if large else sizes), **more, tie_word_embeddings=not large, rope_theta=500000.0)
 
 
+# Of the first 128 samples all fourth powers are taken: those batches are not timed, but with Llama-8B, where all are.
 SHAPES = {
-    "GPT-2": Shape(_gpt2, 8, 512, 24),
-    "Qwen": Shape(_qwen, 4, 1024, 12),
-    "Llama-1B": Shape(lambda: _llama(large=False), 4, 1024, 8),
-    "Llama-8B": Shape(lambda: _llama(large=True), 1, 2048, 4),
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "eager": {"cuda_graphs": False},
-    "rows": {"error_bars": "rows"},
-    "rows, eager": {"error_bars": "rows", "cuda_graphs": False},
-    "per batch": {"granularity": "batch"},
-    "per batch, no error bars": {"granularity": "batch", "error_bars": False},
+    "GPT-2": Shape(_gpt2, 8, 512, 28, 24),
+    "Qwen-0.5B": Shape(_qwen, 4, 1024, 36, 12),
+    "Llama-1B": Shape(lambda: _llama(large=False), 4, 1024, 36, 8),
+    "Llama-8B": Shape(lambda: _llama(large=True), 1, 2048, 4, 6),
 }
 
 
-class Meter:
-    """Yields a batch again and again, and measures those after the first."""
-
-    def __init__(self, batch: dict[str, Tensor], warm: int, batches: int, profiler: Any = None) -> None:
-        self._batch, self._warm, self._count, self._profiler = batch, warm, batches, profiler
-        self.seconds = 0.0
-        self.peak = self.first_peak = 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        start, before = 0.0, torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        for i in range(self._warm + self._count):
-            if i == self._warm:
-                torch.cuda.synchronize()
-                self.first_peak = torch.cuda.max_memory_allocated() - before
-                torch.cuda.reset_peak_memory_stats()
-                if self._profiler:
-                    self._profiler.start()
-                start = time.perf_counter()
-            yield self._batch
-        torch.cuda.synchronize()
-        self.seconds = (time.perf_counter() - start) / self._count
-        self.peak = torch.cuda.max_memory_allocated() - before
-        if self._profiler:
-            self._profiler.stop()
-
-
-def baseline(model: nn.Module, meter: Meter) -> None:
-    """Forward and ordinary backward passes, with a cotangent that takes no time to make."""
-    cotangent = None
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for batch in meter:
-        logits = model(**batch).logits
-        cotangent = torch.randn_like(logits) if cotangent is None else cotangent
-        torch.autograd.grad(logits, parameters, cotangent)
-
-
-def made(shape: Shape) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a model of this shape in bfloat16, and a batch."""
+def made(
+    name: str, device: torch.device, *, layers: int = 0, small: bool = False
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model in bfloat16 and a batch; `layers` in place of its own number."""
+    shape, dtype = SHAPES[name], torch.get_default_dtype()
+    config = shape.config()
+    if layers:
+        config.num_hidden_layers = layers
+        config.layer_types = (getattr(config, "layer_types", None) or [])[:layers] or None
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            model = hf.AutoModelForCausalLM.from_config(shape.config()).eval()
+        with torch.device(device):
+            model = tiny(KINDS[0], 50) if small else hf.AutoModelForCausalLM.from_config(config).eval()
     finally:
-        torch.set_default_dtype(before)
-    vocabulary = model.config.vocab_size
-    return model, {"input_ids": torch.randint(5, vocabulary, (shape.samples, shape.length), device="cuda")}
+        torch.set_default_dtype(dtype)
+    samples, length = (2, 16) if small else (shape.samples, shape.length)
+    return model, {"input_ids": torch.randint(5, model.config.vocab_size, (samples, length), device=device)}
 
 
-def free() -> None:
-    """Give all memory back."""
-    gc.collect()
-    torch.cuda.empty_cache()
+def tiny(kind: str, vocabulary: int) -> nn.Module:
+    """Return a language model with two layers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 1, "vocab_size": vocabulary, "use_cache": False, "max_position_embeddings": 64}
+    if kind == "gpt2":
+        own = {"n_positions": 64, "n_layer": 2, "n_head": 2, "n_embd": 32, "bos_token_id": 0, "eos_token_id": 0}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=vocabulary, use_cache=False, **own)).eval()
+    if kind == "qwen":
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, **more, tie_word_embeddings=True)).eval()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **more, tie_word_embeddings=False)).eval()
 
 
-def measured(name: str, budget: Callable[[], float], only: list[str], repeats: int, tell: Callable[[str], None]) -> Any:
-    """Measure one model: the baseline and each kind of run in turns, as medians."""
-    shape = SHAPES[name]
-    model, batch = made(shape)
-    sums = 4 * sum(p.numel() for p in model.parameters())
-    found: dict[str, list[tuple[float, float, float]]] = {}
-    chosen = only or list(RUNS)
-    for turn in range(repeats):
-        for kind in ("baseline", *chosen):
-            if budget() < 15 or (turn and kind not in found):
-                continue
-            free()
-            meter = Meter(batch, 3 if kind == "baseline" else WARM, shape.batches)
-            try:
-                if kind == "baseline":
-                    baseline(model, meter)
-                    extra = 0.0
-                else:
-                    fim = nm.fisher_diagonal(model, meter, **RUNS[kind])
-                    extra = sum(t.numel() * t.element_size() for t in (*fim.sums.values(), *fim.noise.values()))
-                    extra = max(extra, sums) if fim.noise else extra
-                    del fim
-            except torch.OutOfMemoryError as error:
-                tell(f"{name} {kind}: out of memory: {str(error)[:100]}")
-                continue
-            except Exception:
-                tell(f"{name} {kind}: {traceback.format_exc()[-1500:]}")
-                continue
-            found.setdefault(kind, []).append((meter.seconds, meter.peak - extra, meter.first_peak - extra))
-            ms, gib, first = meter.seconds * 1e3, (meter.peak - extra) / 2**30, (meter.first_peak - extra) / 2**30
-            tell(f"{name} {kind}: {ms:.1f} ms, {gib:.2f} GiB beyond the sums, first batches {first:.2f}")
-    rows = {kind: [median(column) for column in zip(*values, strict=True)] for kind, values in found.items()}
-    base = rows.get("baseline")
-    for kind, (seconds, peak, first) in rows.items():
-        if base:
-            tell(
-                f"  {name:9} {kind:26} x{seconds / base[0]:.2f}  memory x{peak / base[1]:.2f} (x{first / base[1]:.2f})"
-            )
-    return rows
+def run_language(session: Session) -> None:
+    """Check small language models."""
+    rows: list[Row] = []
+    checks = {f"{kind}, exact": partial(_exact, kind, session.device) for kind in KINDS}
+    for kind in KINDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for run in RUNS:
+                checks[f"{kind}, {run}, {dtype}"] = partial(_eager, kind, run, dtype, session)
+    if session.device.type == "cuda":
+        checks["llama, FSDP2"] = partial(_sharded, session.device)
+    for name, check in checks.items():
+        found = session.guarded(f"language {name}", check)
+        if isinstance(found, Missing):
+            rows.append({"check": name, "verdict": found.reason})
+            continue
+        for what, error, limit in found:
+            row: Row = {"check": name, "of": what, "error": error, "limit": limit}
+            session.checked(f"language {name}", row, error <= limit, rows)
+    session.add("Language models", rows)
 
 
-def print_profile(name: str, kind: str, out: Path, tell: Callable[[str], None]) -> None:
-    """Write tables of the kernels and operations of two batches."""
-    model, batch = made(SHAPES[name])
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-    meter = Meter(batch, 3 if kind == "baseline" else WARM, 2, profiler)
-    if kind == "baseline":
-        baseline(model, meter)
-    else:
-        nm.fisher_diagonal(model, meter, **RUNS[kind])
-    label = f"{name}-{kind}".replace(" ", "-").replace(",", "")
-    kernels: dict[str, list[float]] = {}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            one = kernels.setdefault(event.name[:150], [0.0, 0])
-            one[0] += event.device_time_total if hasattr(event, "device_time_total") else event.cuda_time_total
-            one[1] += 1
-    ranked = sorted(kernels.items(), key=lambda item: -item[1][0])
-    total = sum(value[0] for value in kernels.values()) / 2e3
-    lines = [f"{t / 2e3:8.2f} ms {int(n) // 2:5} x  {key}" for key, (t, n) in ranked[:60]]
-    (out / f"kernels-{label}.txt").write_text(f"{total:.1f} ms of kernels a batch\n" + "\n".join(lines))
-    table = profiler.key_averages(group_by_input_shape=True)
-    order = "self_device_time_total" if hasattr(table[0], "self_device_time_total") else "self_cuda_time_total"
-    (out / f"operations-{label}.txt").write_text(
-        table.table(sort_by=order, row_limit=60, max_name_column_width=60, max_shapes_column_width=90)
-    )
-    wall = meter.seconds * 1e3
-    tell(
-        f"profile {name} {kind}: {total:.1f} ms of kernels, {wall:.1f} ms wall-clock (profiled)\n"
-        + "\n".join(lines[:14])
-    )
+Errors = list[tuple[str, float, float]]
+"""What was compared, ‖found - expected‖/‖expected‖ of the worst parameter, and its limit."""
 
 
-def main() -> int:
-    """Profiles first, then rows, as far as the budget goes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--budget", default=350.0, type=float)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--runs", nargs="*", default=[], choices=list(RUNS))
-    parser.add_argument("--profile", nargs="*", default=[], choices=list(SHAPES))
-    parser.add_argument("--repeats", default=1, type=int)
-    options = parser.parse_args()
-    end = time.monotonic() + options.budget
-    warnings.simplefilter("ignore")
-    log: list[str] = []
-
-    def tell(text: str) -> None:
-        log.append(text)
-        print(text, flush=True)
-        (options.out / "language.txt").write_text("\n".join(log))
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    tell(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {hf.__version__}")
-    rows = {}
-    for name in options.profile:
-        for kind in ("baseline", "rows, eager"):
-            if end - time.monotonic() > 20:
-                free()
-                try:
-                    print_profile(name, kind, options.out, tell)
-                except Exception:
-                    tell(f"profile {name} {kind}: {traceback.format_exc()[-1500:]}")
-    for name in options.only:
-        if end - time.monotonic() > 25:
-            free()
-            try:
-                rows[name] = measured(name, lambda: end - time.monotonic(), options.runs, options.repeats, tell)
-            except Exception:
-                tell(f"{name}: {traceback.format_exc()[-1500:]}")
-            (options.out / "language.json").write_text(json.dumps(rows, indent=1))
-    return 0
+def _data(vocabulary: int, batches: int, length: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(0, vocabulary, (2, length), generator=generator)} for _ in range(batches)]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _distances(name: str, found: nm.DiagonalFisher, expected: nm.DiagonalFisher, limit: float) -> Errors:
+    errors: Errors = []
+    for what in ("sums", "noise"):
+        a, b = (dict(getattr(one, what)) for one in (found, expected))
+        pairs = [(a[key].double().cpu(), b[key].double().cpu()) for key in b if bool(b[key].any())]
+        if pairs:
+            errors.append((f"{name}, {what}", max(float((x - y).norm() / y.norm()) for x, y in pairs), limit))
+    return errors
+
+
+def _exact(kind: str, device: torch.device) -> Errors:
+    model, batches = tiny(kind, 12), _data(12, 2, 6)
+    expected = nm.fisher_diagonal(copy.deepcopy(model).double(), batches, nm.Exact())
+    return _distances("float64", nm.fisher_diagonal(model.to(device), batches, nm.Exact()), expected, 1e-4)
+
+
+def _eager(kind: str, run: str, dtype: torch.dtype, session: Session) -> Errors:
+    vocabulary, count = (50, 3) if session.options.quick else (700, 10)
+    model, batches = tiny(kind, vocabulary).to(session.device, dtype), _data(vocabulary, count, 40)
+    eager = nm.fisher_diagonal(model, batches, cuda_graphs=False, **RUNS[run])
+    with dispatch.disabled("add_squares_of_products"):
+        unfused = nm.fisher_diagonal(model, batches, cuda_graphs=False, **RUNS[run])
+    errors = _distances("kernels and torch", eager, unfused, 1e-4 if dtype is torch.float32 else 2e-2)
+    if session.device.type == "cuda":
+        graphs = nm.fisher_diagonal(model, batches, cuda_graphs=True, **RUNS[run])
+        errors += _distances("graphs and eager", graphs, eager, 1e-6 if dtype is torch.float32 else 1e-3)
+    return errors
+
+
+def _sharded(device: torch.device) -> Errors:
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29571"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    torch.cuda.set_device(0)
+    model, batches = tiny("llama", 50).to(device), _data(50, 4, 12)
+    expected = nm.fisher_diagonal(model, batches, cuda_graphs=False)
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    try:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        found = nm.fisher_diagonal(fully_shard(model), batches).gathered()
+    finally:
+        distributed.destroy_process_group()
+    return _distances("whole", found, expected, 1e-5)

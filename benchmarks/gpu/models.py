@@ -85,6 +85,32 @@ def _gpt2(size: Size, small: bool) -> nn.Module:
     return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=size.classes, use_cache=False, **sizes))
 
 
+def _vit(size: Size, small: bool) -> nn.Module:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    sizes = {**sizes, "patch_size": 16} if small else {}
+    return hf.ViTForImageClassification(hf.ViTConfig(num_labels=size.classes, image_size=size.length, **sizes))
+
+
+def _convnext(size: Size, small: bool) -> nn.Module:
+    """Tiny.  Scales of layers begin at 1e-6, which would leave next to no gradient: here at 0.1, as after training."""
+    sizes = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 2, 1]} if small else {}
+    return hf.ConvNextForImageClassification(
+        hf.ConvNextConfig(num_labels=size.classes, layer_scale_init_value=0.1, **sizes)
+    )
+
+
+def _deberta(size: Size, small: bool) -> nn.Module:
+    """DeBERTa-v3-small: relative positions in buckets, whose projections are those of queries and keys."""
+    sizes = {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}
+    sizes |= {"vocab_size": 128100, "position_buckets": 256, "max_position_embeddings": 512}
+    few = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    few |= {"vocab_size": 20, "position_buckets": 4, "max_position_embeddings": 16}
+    more = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "type_vocab_size": 0}
+    more |= {"position_biased_input": False, "norm_rel_ebd": "layer_norm", "max_relative_positions": -1}
+    config = hf.DebertaV2Config(num_labels=size.classes, **(few if small else sizes), **more)
+    return hf.DebertaV2ForSequenceClassification(config)
+
+
 def _wide_distilbert(size: Size, small: bool) -> nn.Module:
     del small
     return hf.DistilBertForSequenceClassification(hf.DistilBertConfig(num_labels=size.classes, n_layers=1))
@@ -114,6 +140,9 @@ ARCHITECTURES = {
     "ResNet-50": Architecture("convolutional", _resnet, _image, Size(3, 5, 64)),
     "EfficientNet-B0": Architecture("convolutional", _efficientnet, _image, Size(3, 5, 64)),
     "Wav2Vec2": Architecture("transformer", _wav2vec2, _audio, Size(3, 4, 3200)),
+    "ViT-B/16": Architecture("transformer", _vit, _image, Size(3, 5, 32)),
+    "ConvNeXt-tiny": Architecture("convolutional", _convnext, _image, Size(3, 5, 64)),
+    "DeBERTa": Architecture("transformer", _deberta, _ids, Size(3, 5, 12)),
     "GPT-2": Architecture("transformer", _gpt2, _ids, Size(3, 16, 5), language=True),
 }
 WIDE = {
@@ -126,6 +155,9 @@ TASKS = {
     "RoBERTa": ("RoBERTa", Size(64, 3, 128)),
     "ResNet-50": ("ResNet-50", Size(64, 100, 224)),
     "EfficientNet-B0": ("EfficientNet-B0", Size(64, 100, 224)),
+    "ViT-B/16": ("ViT-B/16", Size(64, 100, 224)),
+    "ConvNeXt-tiny": ("ConvNeXt-tiny", Size(64, 100, 224)),
+    "DeBERTa": ("DeBERTa", Size(32, 3, 128)),
     "Wav2Vec2": ("Wav2Vec2", Size(64, 12, 16000)),
     "GPT-2": ("GPT-2", Size(8, 50257, 512)),
 }

@@ -76,7 +76,7 @@ def _errors(task: Task, which: str, estimator: nm.Estimator, truth: Diagonal, sc
     limit = LIMITS[which]
     with precision(which):
         loop = _loop(task, scores)
-        found = nm.fisher_diagonal(task.model, [task.batch], estimator).sum
+        found = nm.fisher_diagonal(task.model, [task.batch], estimator, shift_labels=False).sum  # as the loop does
     (error, where), (own, _), (apart, _) = (
         worst(truth, *pair) for pair in ((found, truth), (loop, truth), (found, loop))
     )

@@ -12,12 +12,13 @@ from gpu.session import Missing, Row, Session
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *("core/test_devices.py", "run/test_devices.py"),  # on every device
     *("run/test_checkpoint.py", "run/test_shards.py"),  # some of them need a GPU
+    *("core/test_devices.py", "run/test_devices.py"),  # on every device
+    "estimators/test_probe_kernel.py",  # compiled there
 )
-CHOSEN = "cuda or gpu"
+CHOSEN = "cuda or gpu or probe_kernel"
 MODULES = ("pytest", "hypothesis")
-PROCESSES = 4
+PROCESSES = 8
 
 
 def run_tests(session: Session) -> None:
@@ -36,41 +37,25 @@ def run_tests(session: Session) -> None:
 
 def _pytest(session: Session) -> tuple[int, str] | Missing:
     """Return pytest's exit status and last line; what it said of failures goes to stderr."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-m",
-        "not slow",
-    ]
-    command += [
-        "-k",
-        CHOSEN,
-        "-W",
-        "ignore::DeprecationWarning",
-        "-W",
-        "ignore::FutureWarning",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=long", "-m", "not slow", "-k", CHOSEN]
+    command += ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "gpu.failures"]
+    command += ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
     command += [f"tests/{name}" for name in FILES]
     if find_spec("xdist") is not None:
-        command += ["-n", str(min(PROCESSES, os.cpu_count() or 1))]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
+        command += ["-n", str(min(PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
+    folders = (str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, folders))
     interpreted = "0" if session.device.type == "cuda" else "1"
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": interpreted}
+    environment["FAILURES"] = str(Path(session.options.out).resolve() / "failures.txt")
     limit = max(1.0, session.left)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=limit, check=False
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        print((error.stdout or b"").decode()[-2000:], file=sys.stderr, flush=True)
         session.not_run.append(f"tests: stopped after {limit:.0f} s")
         return Missing(session.not_run[-1])
-    if done.returncode != 0:
-        print(done.stdout[-8000:], done.stderr[-2000:], file=sys.stderr, flush=True)
+    print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr, flush=True)
     return done.returncode, (done.stdout.strip().splitlines() or [f"exit status {done.returncode}"])[-1].strip("= ")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.accumulate.small import SmallSums
-from neuromanifold.persample.gradients import Product
+from neuromanifold.persample.gradients import Product, forms
 from neuromanifold.persample.gradients.forms import SquaredProduct
 
 
@@ -70,3 +70,25 @@ def test_what_was_captured_without_a_unit_is_not_lost(later):
     sums.synchronize()
     sums.add([torch.full((4,), later)], one)
     torch.testing.assert_close(sums.noise()[0], torch.ones(4), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", [True, "rows"])
+def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkeypatch):
+    """As on a GPU, which sums products of bfloat16 in float32; some rows at a time."""
+    parameter = torch.zeros(50, 9)
+    left, right = (noise(200, k).to(torch.bfloat16) for k in parameter.shape)
+    gradients = left.double()[:, :, None] * right.double()[:, None]
+    truth = gradients.square().sum(0), (gradients.square().sum(2) if kind == "rows" else gradients).square()
+    limits = 1e-3, 6e-3  # 2⁻⁹ and so, over √200
+    monkeypatch.setattr(forms, "GPU_TILE", 2000)
+    monkeypatch.setattr(forms, "CPU_TILE", 2000)
+    for rounded in (False, True):
+        monkeypatch.setattr(forms, "sums_wider", lambda *_, rounded=rounded: rounded)
+        sums = DiagonalSums([parameter], kind)
+        sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(scale=4.0, sample_noise=1.0))
+        expected = truth[1].sum(0) if kind == "rows" else truth[1].square().sum(0)
+        found = sums.squares[0], sums.noise()[0].square()
+        for one, true, limit in zip(found, (truth[0], expected), limits, strict=True):
+            error = float((one - true).norm() / true.norm())
+            assert error < limit
+            assert (error > 1e-6) == rounded

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -54,8 +55,16 @@ def _memory(tensor: Tensor) -> int:
 
 
 class CpuRecorder:
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
+    def __init__(self, generator: torch.Generator, seconds: Iterator[tuple[float, float]] | None = None) -> None:
+        """`seconds` that timed work takes to launch, and to finish."""
+        self.generator, self.seconds = generator, seconds or repeat((1.0, 1.0))
+
+    @contextmanager
+    def timed(self) -> Iterator[list[float]]:
+        """As if it had taken the next of the given times."""
+        noted: list[float] = []
+        yield noted
+        noted.extend(next(self.seconds))
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample.accumulate import DiagonalSums, Tally
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run import steps
 from neuromanifold.run.graphs import CapturedSteps, _CapturedBatch
-from neuromanifold.run.methods import make_method
+from neuromanifold.run.methods import Method, make_method
 from neuromanifold.run.settings import Settings
 from tests.persample.test_late_gradients import Gated, gated_data
 from tests.problems.graphs import CapturedOnCpu, CpuRecorder, Graph
@@ -344,3 +344,31 @@ def test_replayed_batches_count_as_many_samples_as_they_have(both: Callable[...,
     expected, found = both(wide, data)
     assert CapturedOnCpu.last.replayed >= 20
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted", "replayed"),
+    [
+        ([(0.9, 1.0), *[(0.0, 0.5)] * 3], "auto", 9),
+        ([(0.9, 1.0), (0.0, 2.0), (0.0, 1.02), (0.0, 2.0)], "auto", 9),  # the shortest replay counts
+        ([(0.9, 1.0), *[(0.0, 1.1)] * 3], "auto", 6),
+        ([(0.5, 1.0)], "auto", 0),
+        ([], True, 9),
+    ],
+    ids=["faster", "as fast", "slower", "the device does not wait", "asked for"],
+)
+def test_graphs_are_captured_only_if_they_pay(
+    times: list[tuple[float, float]], wanted: Any, replayed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 13 batches two are verified, and two run eagerly before the capture; nothing else is timed."""
+    data, made, seconds = batches([4] * 13), [], iter(times)
+
+    def captured(method: Method, sums: GradientSums, _: Any) -> CapturedSteps:
+        made.append(CapturedSteps(method, sums, wanted, CpuRecorder(method.generator, seconds)))
+        return made[-1]
+
+    expected = nm.fisher_diagonal(contract_network(), data, nm.Exact(), unchecked)
+    monkeypatch.setattr(steps, "CapturedSteps", captured)
+    assert_same(nm.fisher_diagonal(contract_network(), data, nm.Exact(), unchecked, cuda_graphs=True), expected)
+    assert made[0].replayed == replayed
+    assert next(seconds, None) is None

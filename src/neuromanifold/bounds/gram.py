@@ -25,8 +25,7 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood

@@ -28,8 +28,7 @@ from neuromanifold.core.checks import check_reduction, integer_in_range, message
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood

@@ -22,8 +22,7 @@ from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.persample.accumulate import GradientRows
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import reads

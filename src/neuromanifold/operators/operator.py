@@ -23,9 +23,8 @@ from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.unchanged import model_states

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.causal import has_next, next_labels
 
 
 class Outputs(NamedTuple):
@@ -276,3 +275,19 @@ def _find_logits(output: object) -> Tensor:
         advice = "Wrap the model in a module that returns its logits."
         raise TypeError(message("model's output", expected, type(output).__name__, advice))
     return logits
+
+
+def next_labels(labels: Tensor, fill: int) -> Tensor:
+    """Labels [B, T] of tokens as those of positions: label t + 1 at position t, and `fill` at the last one."""
+    return torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), fill)], 1)
+
+
+def has_next(tokens: Tensor, position_ids: object) -> Tensor:
+    """Which positions [B, T] predict a token: both t and t + 1 are tokens (and no padding) of the same document.
+
+    A document begins where `position_ids` do not increase, as in packed sequences.
+    """
+    valid = tokens & next_labels(tokens, 0)
+    if isinstance(position_ids, Tensor) and position_ids.shape in (tokens.shape, (1, tokens.shape[1])):
+        valid = valid & (next_labels(position_ids, 0) > position_ids)
+    return valid

@@ -25,17 +25,20 @@ from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch
-from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels, virtual_tokens
 from neuromanifold.problem.model import (
     Selection,
+    ShiftLabels,
     as_module,
     base_model,
     call,
+    check_shift_labels,
     check_whole,
     forward_signature,
     is_sharded,
     only_argument,
     select_parameters,
+    shifts_labels,
+    virtual_tokens,
     with_decoder_inputs,
     without_ddp,
 )

@@ -1,9 +1,13 @@
 """Capture the work on a batch as CUDA graphs, since on a fast GPU launching kernels may take longer than running them.
 
     batch 0         eagerly; whatever is decided or compiled only once is done by then
-    batch 1         eagerly as well, and watched for anything that waits for the device
+    batch 1         eagerly as well, timed, and watched for anything that waits for the device
     batch 2         captured as two CUDA graphs, forward and backward, then replayed
     batches 3, ...  copied into the captured batch's memory and replayed, if they have the same shapes
+
+"auto" captures only what pays: if Python launches batch 1 in less than `_LAUNCHING` of the time that the device takes
+for it, the device does not wait for Python, and graphs would only take memory.  Graphs whose replays take longer than
+batch 1 did are dropped.
 
 A captured graph knows nothing of Python: a model that counts its calls or reads the clock would be replayed as it was.
 So replayed logits are compared with the model's own in replays number 1, 2, 4, 8, ... and in the last one; and batches
@@ -14,9 +18,10 @@ shapes, hooks of the user's) runs eagerly, too.
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +40,9 @@ from neuromanifold.run.settings import CudaGraphs
 _EAGER = 2  # batches of a kind that run eagerly before one is captured
 _GRAPHS = 8  # at most: each keeps a batch's activations
 _ROOM = 2.0  # times the memory that is used so far must be free, for "auto"
+_LAUNCHING = 0.7  # of a batch's time that Python must take to launch it, for "auto"
+_SLOWER = 1.03  # times an eager batch that a replay may take, for "auto"
+_TIMED = (3, 5, 6)  # replays of which the shortest counts; in none of them logits are compared
 _REASON = 300  # characters
 
 
@@ -67,6 +75,17 @@ class GraphRecorder:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def timed(self) -> Iterator[list[float]]:
+        """Note the seconds until all that is inside has been launched, and until the device is done with it."""
+        seconds: list[float] = []
+        torch.cuda.synchronize(self._generator.device)
+        start = time.perf_counter()
+        yield seconds
+        seconds.append(time.perf_counter() - start)
+        torch.cuda.synchronize(self._generator.device)
+        seconds.append(time.perf_counter() - start)
 
     @contextmanager
     def watch_synchronization(self) -> Iterator[list[str]]:
@@ -119,6 +138,7 @@ class _CapturedBatch:
     backward: Any
     replayed: int = 0
     compared: int = 0  # the number of the replay whose logits have been compared last
+    seconds: float = math.inf  # of a replay
 
 
 class CapturedSteps:
@@ -133,6 +153,8 @@ class CapturedSteps:
         self._reported = False  # as capturing, to the model
         self._times: dict[object, int] = {}
         self._graphs: dict[object, _CapturedBatch] = {}
+        self._eager_seconds: dict[object, float] = {}
+        self._not_worth: set[object] = set()  # kinds of batches that "auto" runs eagerly
         self.replayed = 0
 
     def __call__(self, batch: Batch) -> Outputs:
@@ -143,29 +165,41 @@ class CapturedSteps:
         if self._sums is None or signature is None or self._method.must_run_eagerly:
             return self._eagerly(batch)
         key = signature, self._sums.variant
+        if key in self._not_worth:
+            return self._eagerly(batch)
         if key not in self._graphs and self._times.get(key, 0) >= _EAGER:
             self._capture(key, batch, self._sums)
         captured = self._graphs.get(key)
         if captured is not None:
-            return self._replay(captured, batch, self._sums)
+            outputs = self._replay(captured, batch, self._sums)
+            if captured.replayed == _TIMED[-1] and captured.seconds > _SLOWER * self._eager_seconds.get(key, math.inf):
+                self._compare_last(captured)
+                del self._graphs[key]
+                self._not_worth.add(key)
+            return outputs
         self._times[key] = self._times.get(key, 0) + 1
-        return self._watched(batch, self._sums) if self._times[key] == _EAGER else self._eagerly(batch)
+        return self._watched(key, batch, self._sums) if self._times[key] == _EAGER else self._eagerly(batch)
 
     def synchronize(self) -> None:
-        """Compare the last replays with the model, where that has not been done.
-
-        Graphs share their memory, so that others may have written over the logits: forward is replayed once more.
-        """
+        """Compare the last replays with the model, where that has not been done."""
         for captured in self._graphs.values():
-            if captured.compared < captured.replayed:
-                captured.forward.replay()
-                if not self._is_right(captured):
-                    self._raise_changed("the last batches")
+            self._compare_last(captured)
+
+    def _compare_last(self, captured: _CapturedBatch) -> None:
+        """Graphs share their memory, so that others may have written over the logits: forward is replayed once more."""
+        if captured.compared < captured.replayed:
+            captured.forward.replay()
+            if not self._is_right(captured):
+                self._raise_changed("the last batches")
 
     @property
     def _tape(self) -> Any:
         self._recorder = self._recorder or GraphRecorder(self._method.generator)
         return self._recorder
+
+    def _timed(self) -> AbstractContextManager[list[float]]:
+        """Time what is inside, if that decides anything."""
+        return self._tape.timed() if self._wanted == "auto" else nullcontext([])
 
     def _eagerly(self, batch: Batch) -> Outputs:
         if self._sums is None:
@@ -185,10 +219,15 @@ class CapturedSteps:
         finally:
             sums.may_synchronize = True
 
-    def _watched(self, batch: Batch, sums: DiagonalSums) -> Outputs:
+    def _watched(self, key: object, batch: Batch, sums: DiagonalSums) -> Outputs:
         """Run eagerly, without reading anything back; a model that waits for the device is not captured."""
-        with self._nothing_read_back(sums) as found, self._tape.watch_synchronization() as noted:
+        watched = self._tape.watch_synchronization()
+        with self._nothing_read_back(sums) as found, self._timed() as seconds, watched as noted:
             outputs = self._eagerly(batch)
+        if seconds:
+            launched, self._eager_seconds[key] = seconds
+            if launched < _LAUNCHING * self._eager_seconds[key]:
+                self._not_worth.add(key)
         if found:
             self._method.validation.check_later(found[0], batch.number)
         if noted:
@@ -233,15 +272,17 @@ class CapturedSteps:
     def _replay(self, captured: _CapturedBatch, batch: Batch, sums: DiagonalSums) -> Outputs:
         for own, new in zip(_tensors(captured.batch), _tensors(batch), strict=True):
             own.copy_(new, non_blocking=True)
-        captured.forward.replay()
         captured.replayed += 1
-        if captured.replayed & (captured.replayed - 1) == 0 and not self._is_right(captured):
-            if captured.replayed > _EAGER:
-                self._raise_changed(f"batch {batch.number}")
-            self._give_up("the model depends on more than its inputs")  # nothing of this batch has been added yet
-            return self._method(batch, self._all_sums)
-        self._method.seed(batch.number)  # the graph reads the generator's seed anew with each replay
-        captured.backward.replay()
+        with self._timed() if captured.replayed in _TIMED else nullcontext([]) as seconds:
+            captured.forward.replay()
+            if captured.replayed & (captured.replayed - 1) == 0 and not self._is_right(captured):
+                if captured.replayed > _EAGER:
+                    self._raise_changed(f"batch {batch.number}")
+                self._give_up("the model depends on more than its inputs")  # nothing of this batch has been added yet
+                return self._method(batch, self._all_sums)
+            self._method.seed(batch.number)  # the graph reads the generator's seed anew with each replay
+            captured.backward.replay()
+        captured.seconds = min([captured.seconds, *seconds[1:]])
         self.replayed += 1
         self._method.passes += captured.passes
         self._method.release()

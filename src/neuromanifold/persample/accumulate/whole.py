@@ -23,8 +23,10 @@ def add_whole(gradients: Sequence[Tensor], sums: Sequence[Accumulators]) -> None
     for g, to in zip(gradients, sums, strict=True):
         piece = CPU_PIECE if g.device.type == "cpu" else GPU_PIECE
         if to.rows is not None:
-            _add_rows(g, to, max(1, piece // max(1, g[0].numel())))
-        elif to.fourths is None and (g.device.type != "cpu" or g.dtype == to.squares.dtype):
+            norms = torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=to.squares.dtype).mul_(to.factor)
+            to.add_row_norms(norms.square_()[None])
+            to = to._replace(rows=None)
+        if to.fourths is None and (g.device.type != "cpu" or g.dtype == to.squares.dtype):
             to.squares.addcmul_(g, g, value=to.scale**-2)
         elif g.device.type == "cpu" or g.numel() > piece:
             _add_pieces(g.reshape(-1), to.view(-1), piece)
@@ -40,13 +42,6 @@ def root_mean_squares(gradients: Sequence[Tensor]) -> list[Tensor]:
         torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) / math.sqrt(g.numel())
         for g in gradients
     ]
-
-
-def _add_rows(g: Tensor, to: Accumulators, rows: int) -> None:
-    """Add squares, and fourth powers of the norms of rows."""
-    for start in range(0, len(g), rows):
-        part = to.narrow(start, start + rows)
-        part.add(g[None, start : start + rows].to(to.squares.dtype, copy=True).mul_(to.factor))
 
 
 def _add_pieces(g: Tensor, to: Accumulators, piece: int) -> None:

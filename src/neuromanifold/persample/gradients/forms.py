@@ -14,6 +14,7 @@ from typing_extensions import override
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_rounded_squares, sums_wider
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
@@ -164,7 +165,9 @@ class Product(Form):
             super().add_squares(to)
             return
         dtype, factor, flat = to.squares.dtype, to.factor, to.view(outs, ins)
-        if self.single:
+        if self.single and sums_wider(self.left, self.right):
+            add_rounded_squares(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
+        elif self.single:
             step = max(1, ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
             for start in range(0, self.samples, step):
                 part = slice(start, start + step)
@@ -330,21 +333,6 @@ class SquaredProduct(Form):
     def add_squares(self, to: Accumulators) -> None:
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
         add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
-
-
-def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:
-    """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
-    right2 = right.square()
-    to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
-    if to.rows is not None and left4 is None:
-        to.add_row_norms(left2 * right2.sum(1, keepdim=True))
-    elif to.rows is not None and left4 is not None:
-        powers = left4.T @ right2.sum(1).clamp_(max=BOUND**0.5).square_()
-        parts = len(powers) // len(to.rows)  # (Σ_k a_k)² <= K Σ_k a_k²
-        to.rows.add_(powers.view(len(to.rows), parts).sum(1), alpha=parts * to.weight)
-    if to.fourths is not None:
-        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
-        to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
 
 
 def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:
