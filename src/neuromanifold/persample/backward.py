@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ class VerificationObserver(Protocol):
 # How many numbers the gradients of all captured outputs may have together, for several cotangents in one pass.
 _CPU_AT_ONCE, _GPU_AT_ONCE = 2**22, 2**27
 _LARGEST, _LEAST_EXPONENT = 2.0**15, -24  # in float16, with some room; where the scale is given up
+_DTYPE = attrgetter("dtype")
 T = TypeVar("T")
 
 
@@ -282,7 +283,7 @@ def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:
     """Return whether float16 is used: by a parameter, or by autocast."""
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return autocast or any(parameter.dtype == torch.float16 for parameter in parameters)
+    return autocast or torch.float16 in {*map(_DTYPE, parameters)}
 
 
 class BatchBackward:
@@ -295,7 +296,7 @@ class BatchBackward:
     def __init__(self, parameters: Sequence[Tensor], half: bool = False) -> None:
         """`half`: float16 is involved somewhere, even if neither these parameters nor the logits have it."""
         self.parameters = list(parameters)
-        self.scale = HalfPrecisionScale(half or any(parameter.dtype == torch.float16 for parameter in parameters))
+        self.scale = HalfPrecisionScale(half or torch.float16 in {*map(_DTYPE, parameters)})
 
     def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
         """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""

@@ -17,6 +17,7 @@ import torch
 from neuromanifold.core.checks import message, warn
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
+from neuromanifold.problem.problem import sampler_replicas
 from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.run.checkpoint import CheckpointedRun, identity_of
 from neuromanifold.run.counts import Counts
@@ -201,24 +202,6 @@ def _agree(
     if sampled:
         _warn_if_padded(data)
     return own
-
-
-def sampler_replicas(data: object) -> int:
-    """Among how many processes a DataLoader's sampler divides the samples; 1 where it does not."""
-    for sampler in (getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)):
-        replicas = getattr(sampler, "num_replicas", 1)
-        if isinstance(replicas, int) and replicas > 1:
-            return replicas
-    return 1
-
-
-def refuse_a_part(data: object, what: str) -> None:
-    """Refuse data that a sampler divides among processes where each process would go on with its part alone."""
-    if sampler_replicas(data) > 1:
-        sharing = "fisher_diagonal, fisher_trace and fisher_kronecker"
-        advice = f"Leave out the DistributedSampler; {sharing} share the data among processes."
-        got = f"a part of them, by a DistributedSampler for {sampler_replicas(data)} processes"
-        raise ValueError(message("data", f"whole for {what}, which runs on a single process", got, advice))
 
 
 def _warn_if_padded(data: Any) -> None:
