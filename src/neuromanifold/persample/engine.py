@@ -123,8 +123,8 @@ class PerSampleGradients:
 
     def uses(self, logits: Tensor) -> Uses:
         """Return the uses of the parameters in the graph of a captured forward pass."""
-        captures, numbers = self.hooks.captures, self._numbers
-        return discover(captures, logits, self.parameters, numbers, self.excluded, self._batch_dim)
+        captures, parameters, excluded = self.hooks.captures, self.parameters, self.excluded
+        return discover(captures, logits, parameters, self._numbers, excluded, self._batch_dim, self._plans)
 
     def backward_of(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
         """Return how to differentiate a captured forward pass; None if it has to be repeated.

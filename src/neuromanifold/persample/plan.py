@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice, product
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.follow import SHARED, follow
@@ -136,28 +135,39 @@ def discover(
     numbers: Mapping[int, int],
     excluded: frozenset[int],
     batch_dim: int,
+    plans: Mapping[int, Plan],
 ) -> Uses:
-    """Find all uses of the parameters in the graph of a forward pass; `numbers` are theirs, by id."""
+    """Find all uses of the parameters in the graph of a forward pass.
+
+    `numbers` are the parameters', by id.  `plans`, by signature: where one is known, a call has the layout that was
+    verified, and no other is looked for.
+    """
     samples = logits.shape[0]
     if logits.grad_fn is None:  # the logits are a parameter
         own = [numbers[id(logits)]] if id(logits) in numbers else []
         return Uses(samples, remaining=own)
     used_by = consumers(logits.grad_fn)
+    reaching = [capture for capture in captures if capture.node in used_by]
+    leaves = [(node, i) for node in used_by if (i := numbers.get(id(getattr(node, "variable", None)))) is not None]
+    # Two heads that take turns have the same graph, and other parameters.
+    used = (~i if i in excluded else i for _, i in leaves)
+    kind = hash((signature(used_by, samples), *map(_KEY, reaching), *used))
+    plan = plans.get(kind)
+    verified = plan.layouts if plan is not None and plan.followed else {}
     supported, unsupported, by_capture = list[Use](), set[int](), dict[Capture, Use]()
-    for capture in captures:
-        if capture.node not in used_by:
-            continue  # its output does not reach the logits
-        layouts, sites = _layouts(capture, samples, batch_dim, used_by)
+    for capture in reaching:
+        key = ("call", *capture.key)
+        known, sites = verified.get(key), tuple[BroadcastSite, ...]()
+        layouts: tuple[Layout, ...] = () if known is None else (known,)
+        if known is None or known.shared:
+            layouts, sites = _layouts(capture, samples, batch_dim, used_by)
         if layouts and not capture.overwritten:
-            by_capture[capture] = use = Use(("call", *capture.key), capture.parameters, layouts, capture, sites)
+            by_capture[capture] = use = Use(key, capture.parameters, layouts, capture, sites)
             supported.append(use)
         else:
             unsupported |= set(capture.parameters.values())
     remaining = []
-    for node in used_by:
-        i = numbers.get(id(getattr(node, "variable", None)))
-        if i is None:
-            continue
+    for node, i in leaves:
         shape = parameters[i].shape
         direct = None if i in excluded or i in unsupported else broadcast_sites(node, shape, samples, used_by)
         if direct is None:
@@ -167,8 +177,6 @@ def discover(
             supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,)))
     if remaining:
         unsupported |= {i for use in by_capture.values() for i in use.parameters.values()}.intersection(remaining)
-    # Two heads that take turns have the same graph, and other parameters.
-    kind = hash((signature(used_by, samples), *map(_KEY, supported), *remaining))
     return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by, by_capture)
 
 
@@ -176,27 +184,20 @@ def _layouts(
     capture: Capture, samples: int, batch_dim: int, used_by: dict[Any, list[tuple[Any, int]]]
 ) -> tuple[tuple[Layout, ...], tuple[BroadcastSite, ...]]:
     """The layouts that a call's input and output may have, going by their shapes."""
-    flexible = capture.owner.rule.extra_dims
-    found = _of_shapes(capture.shape, capture.x.shape, flexible, samples, batch_dim)
-    sites = broadcast_sites(capture.node, capture.shape, samples, used_by) if flexible else None
+    shape, x, flexible = capture.shape, capture.x, capture.owner.rule.extra_dims
+    found: list[Layout] = []
+    if len(shape) > 1:
+        dim = batch_dim if len(shape) > 2 else 0
+        dims = dict.fromkeys((dim, 0, 1) if flexible and len(shape) > 2 else (dim,))
+        found = [Layout(d) for d in dims if d < min(len(shape), x.ndim) and shape[d] == x.shape[d] == samples]
+        if flexible and shape[0] == x.shape[0] > samples:
+            found += stacked(0, shape[0], samples)
+    sites = broadcast_sites(capture.node, shape, samples, used_by) if flexible else None
     if sites and not any(site.is_product for site in sites):
         dims_of_sites = [{layout.dim for layout in site.layouts} for site in sites]
-        shared = tuple(Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites)))
-        return found + shared, tuple(sites)
-    return found, ()
-
-
-@lru_cache(maxsize=1024)
-def _of_shapes(shape: torch.Size, x: torch.Size, flexible: bool, samples: int, batch_dim: int) -> tuple[Layout, ...]:
-    """The layouts with the samples in both, an output and the input `x`."""
-    if len(shape) < 2:
-        return ()
-    dim = batch_dim if len(shape) > 2 else 0
-    dims = dict.fromkeys((dim, 0, 1) if flexible and len(shape) > 2 else (dim,))
-    found = [Layout(d) for d in dims if d < min(len(shape), len(x)) and shape[d] == x[d] == samples]
-    if flexible and shape[0] == x[0] > samples:
-        found += stacked(0, shape[0], samples)
-    return tuple(found)
+        found += [Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites))]
+        return tuple(found), tuple(sites)
+    return tuple(found), ()
 
 
 def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layout]]:
