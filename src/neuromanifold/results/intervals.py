@@ -49,9 +49,9 @@ def interval(values: Tensor, stderr: Tensor, level: float, noiseless: Tensor | N
     `noiseless`: the part of the values that is not random.
     """
     if noiseless is not None:
-        ends = interval((values - noiseless).clamp(min=0), stderr, level)
-        lower, upper = (torch.where(stderr > 0, noiseless + end, values) for end in ends)
-        return lower, upper
+        low, high = interval((values - noiseless).clamp(min=0), stderr, level)
+        random = stderr > 0
+        return torch.where(random, noiseless + low, values), torch.where(random, noiseless + high, values)
     r = (values.double() / stderr.double()).square().nan_to_num(1.5, math.inf) * (2 / 3)  # inf: nothing is random
     nu = (3 * r - 2 * r.sqrt().clamp(min=1)).nan_to_num(math.inf).clamp(_SMALLEST, _LARGEST)
     kept = (3 - 2 / r).clamp(0, 1)  # 1 wherever ν >= 1
