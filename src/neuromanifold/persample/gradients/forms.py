@@ -172,14 +172,15 @@ class Product(Form):
         if not to.takes_rows(outs):
             super().add_squares(to)
             return
-        dtype, flat = to.squares.dtype, to.view(outs, ins)
+        dtype, factor, flat = to.squares.dtype, to.factor, to.view(outs, ins)
         if self.single and sums_wider(self.left, self.right):
             add_rounded_squares(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
         elif self.single:
-            step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
-            for start, stop in ranges(self.samples, step):
-                left, right = self.left[start:stop, 0].to(dtype), self.right[start:stop, 0].to(dtype)
-                squares = left.square() if to.factor == 1.0 else (left * to.factor).square_()
+            step = max(1, ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
+            for start in range(0, self.samples, step):
+                part = slice(start, start + step)
+                left, right = self.left[part, 0].to(dtype), self.right[part, 0].to(dtype)
+                squares = left.square() if factor == 1.0 else (left * factor).square_()
                 add_product_of_squares(squares, None, right, flat)
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
