@@ -308,6 +308,9 @@ def _pointwise(node: Node, i: int, arriving: torch.Size) -> Step | None:
     others = (below for k, (below, _) in enumerate(node.next_functions) if k != i)
     if node.name() not in _POINTWISE or shape_of(node) != arriving or any(other is not None for other in others):
         return None
+    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+    if any(isinstance(one, Tensor) and one.numel() and not one.untyped_storage().nbytes() for one in saved):
+        return None  # a whole parameter that FSDP2 has freed until its backward
     metadata = node._input_metadata[0]
     derivative = node(torch.ones(arriving, dtype=metadata.dtype, device=metadata.device))
     return Step(node, derivative if isinstance(derivative, Tensor) else derivative[i])

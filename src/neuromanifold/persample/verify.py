@@ -293,7 +293,7 @@ class _WeightedSums:
         wanted = self.expected.get(i)
         self.sizes[i] = self.differences[i] = size = _norm(total)
         if wanted is not None:
-            self.differences[i] = _norm(total.sub_(wanted.to(total)), beside=size)
+            self.differences[i] = _norm(total.sub_(wanted.to(total.device)), beside=size)
 
 
 def _norm(values: Tensor, beside: Tensor | None = None) -> Tensor:

@@ -149,10 +149,13 @@ class Product(Form):
         """Return Σ_n c_n g_n by one product over all samples and positions."""
         total: Tensor | None = None
         for start, stop in ranges(self.samples, tile_size(self.device) // max(1, self.left[:1].numel())):
-            left, right = self.left[start:stop].to(weights.dtype), self.right[start:stop].to(weights.dtype)
-            left = left * weights[start:stop].view(-1, *[1] * (left.ndim - 1))
+            scaled = self.left[start:stop] * weights[start:stop].view(-1, *[1] * (self.left.ndim - 1))
+            left, right = scaled.to(weights.dtype), self.right[start:stop].to(weights.dtype)
             left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, right))  # [G, n·t, o]
-            total = left.mT @ right if total is None else total.add_(left.mT @ right)
+            if total is None:
+                total = left.mT @ right
+            else:
+                (total.addmm_ if total.ndim == 2 else total.baddbmm_)(left.mT, right)
         if total is None:
             return torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
         return total.view(self.shape)
@@ -291,6 +294,7 @@ class SquaredProduct(Form):
     unit: Tensor  # a power of two; 0 as long as all have been zero
     shape: torch.Size
     unit_is_known: bool = False  # known to be nonzero; never on a GPU, which would have to be synchronized
+    random: bool = False  # whether a cotangent had a weight
 
     @classmethod
     def of(cls, product: Product, dtype: torch.dtype) -> SquaredProduct:
@@ -314,6 +318,7 @@ class SquaredProduct(Form):
             self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
             readable = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
             self.unit_is_known = readable and bool(self.unit)
+        self.random |= weight > 0
         unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
         scaled = left.to(self.squares.dtype) / (scale * unit)
         if left.ndim == 2 and not weight:
