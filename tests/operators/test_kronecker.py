@@ -101,6 +101,21 @@ def case(name: str) -> tuple[nn.Module, Tensor, list[str]]:
         return model.double(), x.double(), layers
 
 
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("name", ["vectors", "tokens", "images"])
+def test_it_is_what_curvlinops_computes(name: str, corrected: bool) -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    model, x, _ = case(name)
+    data = [(x[:3], torch.zeros(3, dtype=torch.int64)), (x[3:], torch.zeros(len(x) - 3, dtype=torch.int64))]
+    kind = curvlinops.EKFACLinearOperator if corrected else curvlinops.KFACLinearOperator
+    options = {"check_deterministic": False, "num_per_example_loss_terms": 1, "separate_weight_and_bias": False}
+    options |= {"fisher_type": "type-2", "num_data": len(x)}
+    theirs = kind(model, nn.CrossEntropyLoss(reduction="mean"), list(model.parameters()), data, **options)
+    found = nm.fisher_kronecker(model, data, nm.Exact(), eigenvalues="corrected" if corrected else "kronecker")
+    eye = torch.eye(found.shape[0], dtype=torch.float64)
+    assert relative_error(found.dense(), theirs @ eye) < 1e-12
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["vectors", "tokens", "images"])
 def test_factors_and_eigenvalues_are_those_of_the_definition(name: str, sharing: Any) -> None:
@@ -520,6 +535,36 @@ def test_what_is_singular_is_named() -> None:
     assert float((found @ v)[-6:].abs().max()) == 0
     regular = nm.fisher_kronecker(linear_network([4, 2], True), [X], likelihood=nm.Gaussian)
     assert regular.solve(torch.ones(10, dtype=torch.float64)).residual < 1e-10
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of three linear layers; none goes to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [n, 3]."""
+        chosen, found = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().flatten()
+            found = found.index_add(0, rows, expert(x[rows]))
+        return self.head(found)
+
+
+def test_layers_without_samples() -> None:
+    model = Experts().double()
+    found, f = exact(model, [X[:30], X[30:]]), network.reference_matrix(model, lambda m: m(X))
+    assert float(found.trace) == pytest.approx(float(f.trace()))
+    v = torch.ones(found.shape[0], dtype=torch.float64)
+    assert float(found.layer("experts.2").trace) == 0
+    with pytest.raises(ValueError, match=r"eigenvalues of experts\.2\.weight .* are zero"):
+        found.layer("experts.2").solve(v[:20])
+    assert found.solve(v, 1e-3).residual < 1e-10
+    apart = [X[X[:, 0] > 0], X[X[:, 0] <= 0]]  # a layer that has samples in the second batch only
+    with pytest.raises(ValueError, match=r"`gradients of experts\.1\.weight` must be of the same kind in all batches"):
+        exact(model, apart)
 
 
 class Augmented:

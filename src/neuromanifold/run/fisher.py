@@ -18,9 +18,8 @@ from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.model import Selection, plain_name, tied_names
+from neuromanifold.problem.model import Selection, ShiftLabels, plain_name, tied_names
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
@@ -168,6 +167,7 @@ def diagonal_of(
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
     noise = sums.noise(last=True) if kind or not random else []
+    noiseless = sums.noiseless
     provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
@@ -176,6 +176,7 @@ def diagonal_of(
         counts.positions,
         replace(provenance, error_bars=kind if random else True),
         view,
+        dict(zip(problem.parameters, noiseless, strict=bool(noiseless))),
     )
 
 

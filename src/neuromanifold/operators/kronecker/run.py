@@ -21,9 +21,8 @@ from neuromanifold.operators.kronecker.blocks import EigenBlock, Eigenvectors, K
 from neuromanifold.operators.kronecker.result import KroneckerFisher
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
@@ -177,7 +176,7 @@ def _factors(
 ) -> tuple[list[EigenBlock], Counts]:
     """Return the blocks of one pass over the data, with the eigenvalues of the factors."""
     names, tensors = list(problem.parameters), list(problem.parameters.values())
-    sums = FactorSums(tensors, _biases(names), sharing, *limits)
+    sums = FactorSums(problem.parameters, _biases(names), sharing, *limits)
     counts = run(problem, settings, sums, replace(options, description="Kronecker factors"), method=method)
     sums.verify()
     known: dict[int, Eigenvectors] = {}
@@ -207,7 +206,7 @@ def _eigenvalues(
         shape = FactorShape(i, bias, *block.eigenvalues.shape, block.turned, _KINDS.index(block.kind))  # type: ignore[call-arg]
         bases[i] = Basis(shape, left, right)
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = EigenvalueSums(tensors, bases, max_block, random and error_bars, alike)
+    sums = EigenvalueSums(problem.parameters, bases, max_block, random and error_bars, alike)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
     counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"), method=method)
     squares, noise = sums.diagonal.squares, sums.diagonal.noise(last=True)
@@ -237,7 +236,7 @@ def _result(
     sharing: WeightSharing,
 ) -> KroneckerFisher:
     provenance = make_provenance(problem, settings, counts, options.shard)
-    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, sharing, counts.positions)
+    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, counts.positions, sharing)
 
 
 def _from_factors(
@@ -256,7 +255,11 @@ def _from_factors(
         parts.append((left, right, max(terms, 1.0)))
     if len(parts) == 1:
         return product_block(like, *parts[0], known)
-    return product_block(like, *nearest(parts), 1.0)
+    return product_block(like, *nearest([(_symmetric(left), _symmetric(right), t) for left, right, t in parts]), 1.0)
+
+
+def _symmetric(factor: Tensor) -> Tensor:
+    return factor if factor.ndim == 2 else factor.tril() + factor.tril(-1).mT
 
 
 def _others(names: list[str], tensors: list[nn.Parameter], sums: FactorSums | EigenvalueSums) -> list[EigenBlock]:
