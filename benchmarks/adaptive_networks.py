@@ -1,7 +1,7 @@
 """Trained networks and their data, for the benchmarks of adaptive passes and of intervals.
 
 digits           a convolutional network on scikit-learn's digits
-small_network    two small networks on CIFAR-10 images, trained in minutes on a CPU
+small_network    two small networks on CIFAR-10 images of half their size, trained in a minute or two on a CPU
 trained_images   two larger ones, trained in seconds on a GPU
 text             a folder with model/ and data.csv, as the tools for real data write it
 pack, packed     such texts in two small files for a machine without a network; the model is trained there
@@ -125,17 +125,18 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epo
 
 
 def small_network(name: str, path: Path, weights: Path, samples: int, size: int) -> list[Case]:
-    """A network that is trained on the first 4,096 images until it knows them, with the first `samples` of these."""
-    images, labels = images_and_labels(path)
+    """A network that is trained on 2,048 images of 16 × 16 pixels until it knows them, with `samples` of these."""
+    images, labels = (one[:2048] for one in images_and_labels(path))
+    images = nn.functional.avg_pool2d(images, 2)
     torch.manual_seed(0)
     make, epochs, rate = SMALL[name]
     model, file = make(), weights / f"{name}.pt"
     if not file.exists():
-        train(model, images[:4096], labels[:4096], epochs, rate=rate, shift=False)
+        train(model, images, labels, epochs, batch=64, rate=rate, shift=False)
         torch.save(model.state_dict(), file)
     model.load_state_dict(torch.load(file))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    title = f"small {name} network, {millions:.2f} M, {samples} of the 4,096 images that it was trained on"
+    title = f"small {name} network, {millions:.2f} M, {samples} of the 2,048 images that it was trained on"
     return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
 
 
@@ -148,31 +149,26 @@ def images_and_labels(path: Path) -> tuple[Tensor, Tensor]:
     return images, torch.as_tensor(data["labels"]).long()
 
 
-LARGE: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {  # network, batch, images and their mirror images
-    "residual": (Residual, 512, True),
-    "vgg": (vgg, 256, False),
-}
+LARGE: dict[str, Callable[[], nn.Module]] = {"residual": Residual, "vgg": vgg}
 
 
 def trained_images(name: str, path: Path, device: torch.device, epochs: int, samples: int, size: int) -> list[Case]:
-    """A network that has been trained on 9,000 images until it knows them, with `samples` of these in batches."""
+    """A network trained on all images but 1,000 until it knows them; `samples` of them, and mirrored, in batches."""
     images, labels = (one.to(device) for one in images_and_labels(path))
     torch.manual_seed(0)
-    make, usual, mirrored = LARGE[name]
+    make = LARGE[name]
     if device.type == "cpu":  # to see that everything runs
         make, epochs = SMALL[name][0], 0
     model = make().to(device)
-    train(model, images[:9000], labels[:9000], epochs, batch=256, shift=False)
+    train(model, images[:-1000], labels[:-1000], epochs, batch=256, shift=False)
     model.eval()
     with torch.no_grad():
         right = [float((model(x[i]).argmax(-1) == y[i]).float().mean()) for x, y, i in _ends(images, labels)]
-    chosen, own = images[:samples], labels[:samples]
-    if mirrored:
-        chosen, own = torch.cat([chosen, chosen.flip(-1)]), torch.cat([own, own])
+    chosen, own = torch.cat([images[:samples], images[:samples].flip(-1)]), labels[:samples].repeat(2)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     title = f"{name} network, {millions:.2f} M, accuracy {right[0]:.3f} in training, {right[1]:.3f} on other images; "
-    title += f"{samples} images" + (" and their mirror images" if mirrored else "")
-    return [Case(title, model, batches_of(chosen, own, len(own), size or usual))]
+    title += f"{samples} images of the training and their mirror images"
+    return [Case(title, model, batches_of(chosen, own, len(own), size))]
 
 
 def _ends(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, slice]]:

@@ -208,9 +208,10 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def keep(name: str, text: str, folder: Path = RESULTS) -> None:
+def keep(name: str, text: str, folder: Path | None = None) -> None:
     """Print a result and write it to NAME.md, usually in benchmarks/results."""
     print(text)
+    folder = RESULTS if folder is None else folder
     folder.mkdir(exist_ok=True, parents=True)
     (folder / f"{name}.md").write_text(text + "\n")
 

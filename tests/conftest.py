@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -15,5 +16,15 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 torch.set_num_threads(1)  # tensors are small; threads would only wait for each other on a busy machine
+os.fsync = lambda _: None  # no test cuts the power: none needs to wait for the disk
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a job in the background, where Ctrl-C is nobody's
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of garbage collection from here on: they stay, and are many."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
     assert not [(page, name) for page, name in sorted(found) if not list(ROOT.glob(name))]
 
 
+@cache
 def public_names_and_arguments() -> tuple[set[str], set[str]]:
     """The names of the package, and those of all arguments and fields of its functions, classes and methods."""
     names, arguments = {name for name in dir(nm) if not name.startswith("_")} | set(nm.__all__), set[str]()
@@ -93,13 +95,11 @@ def public_names_and_arguments() -> tuple[set[str], set[str]]:
 def unknown_names(text: str) -> set[str]:
     """`nm.something` that is not there, and arguments in code spans (`something=value`) that nothing takes."""
     names, arguments = public_names_and_arguments()
-    arguments |= {
-        *("use_reentrant", "shuffle", "drop_last", "device_map", "extra_dims", "applies", "turned", "link_approx")
-    }  # others'
+    others = {"use_reentrant", "shuffle", "drop_last", "device_map", "extra_dims", "applies", "turned", "link_approx"}
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if not span.startswith(("-", "neuromanifold "))]
     keywords = {word for span in spans for word in re.findall(r"(?<![\w-])([A-Za-z_]\w*)=(?!=)", span)}
     used = set(re.findall(r"\bnm\.([A-Za-z_]\w*)", text))
-    return used - names | {word for word in keywords - arguments if not word.isupper()}
+    return used - names | {word for word in keywords - arguments - others if not word.isupper()}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=path_in_repository)

@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from rich.progress import Progress
 
 from neuromanifold.cli.console import BAR_COLUMNS, bar_texts, progress_bar
 from neuromanifold.problem.progress import RunProgress
+from tests import forked
 from tests.cli.commands import own_module
 
 
@@ -43,7 +42,7 @@ import time
 import my_own
 def batches():
     for batch in my_own.batches():
-        time.sleep(0.3)
+        time.sleep(0.1)
         yield batch
 """
 
@@ -56,12 +55,9 @@ def test_on_a_terminal_the_bar_shows_rate_and_relative_standard_error(
     (tmp_path / "slow.py").write_text(SLOWLY)
     options = ["-m", "my_own:model", "-d", "slow:batches", "-o", "fim.safetensors"]
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "neuromanifold", "estimate", *options],
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"},
-    )
+    monkeypatch.setenv("TERM", "xterm")
+    with Path(os.devnull).open("w") as nowhere:
+        process = forked.start(forked.command("estimate", *options), nowhere, theirs)
     os.close(theirs)
     shown = b""
     while True:
@@ -73,7 +69,7 @@ def test_on_a_terminal_the_bar_shows_rate_and_relative_standard_error(
             break
         shown += part
     os.close(ours)
-    assert process.wait() == 0, shown.decode()
+    assert forked.returncode(process) == 0, shown.decode()
     text = shown.decode()
     assert "batches" in text
     assert "samples/s" in text

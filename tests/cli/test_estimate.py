@@ -1,8 +1,8 @@
 """`neuromanifold estimate` from end to end, on local models and files."""
 
 import dataclasses
-import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.hf import load_data, load_model
 from neuromanifold.reference.network import reference_diagonal
+from tests import forked
 from tests.cli.commands import Folder, bad, good, own_module, run, write_data
 from tests.hf.tiny import save_adapter, sentences, write_jsonl
 
@@ -200,10 +201,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tmp_path: Path, monke
     good(*common, "-o", "whole.safetensors")
     (tmp_path / "kill").touch()
     keeping = ["-o", "fim.safetensors", "--checkpoint", "state.safetensors", "--checkpoint-every", "0"]
-    command = [sys.executable, "-m", "neuromanifold", *common, *keeping]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert killed.returncode == -9
+    assert forked.run(forked.command(*common, *keeping)).returncode == -9
     assert not (tmp_path / "fim.safetensors").exists()
     assert (tmp_path / "state.safetensors").exists()
     good(*common, *keeping)
@@ -241,21 +239,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, monkeypatch: pyt
     assert "differs in seed" in bad(*common, "--checkpoint", "state.safetensors", "--seed", 1)
 
 
-FULL = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-from neuromanifold.cli.app import app
-app(sys.argv[1:])
-"""
-
-
 def test_a_disk_that_is_full_leaves_nothing_half_written(folder: Folder, tmp_path: Path) -> None:
     path, _ = write_data("text", tmp_path)
     out = tmp_path / "out" / "fim.safetensors"
     out.parent.mkdir()
-    command = [sys.executable, "-c", FULL, "estimate", "-m", folder("text"), "-d", path, "-o", out]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment, check=False)
+
+    def estimate() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        forked.command("estimate", "-m", folder("text"), "-d", path, "-o", out)()
+
+    result = forked.run(estimate)
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith("Error: ")
     assert "Traceback" not in result.stderr

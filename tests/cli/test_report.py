@@ -1,7 +1,5 @@
 """`neuromanifold report` as a user sees it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,10 +25,10 @@ def test_a_page_of_one_result_and_of_several(tmp_path: Path) -> None:
         assert "classifier.weight" in text
 
 
-def test_the_page_goes_to_the_folder_one_is_in(tmp_path: Path) -> None:
+def test_the_page_goes_to_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FIM.save(tmp_path / "fim.safetensors")
-    command = [sys.executable, "-m", "neuromanifold", "report", "fim.safetensors"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["report", "fim.safetensors"]).exit_code == 0
     assert (tmp_path / "fisher.html").stat().st_size > 20_000
 
 

@@ -85,10 +85,18 @@ def test_it_prints_a_table_and_a_verdict(result: nm.Check) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_every_kind_of_network(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "estimators"),
+    [
+        *((name, [nm.Hutchinson(deflate=0), nm.Empirical()]) for name in PROBLEMS),
+        *((name, None) for name in ("transformer encoder", "multi-label", "segmentation, class_dim=1")),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in PROBLEMS),
+    ],
+)
+def test_every_kind_of_network(name: str, estimators: list[nm.Estimator] | None) -> None:
     problem = PROBLEMS[name]
-    result = nm.check(problem.model, problem.data, problem.likelihood, **problem.options)
+    options = {"estimators": estimators, **problem.options}
+    result = nm.check(problem.model, problem.data, problem.likelihood, **options)
     assert result.is_exact
     assert result.repeats
     assert result.apart is ("samples mixed" not in name)

@@ -1,6 +1,7 @@
 """Empirical and Monte Carlo operators, blocks, lists, spectral density and XTrace, against dense matrices."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from tests.zscores import allowed_z_score, worst_z_score
 
 torch.manual_seed(0)
 HEAD = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -158,6 +160,55 @@ def test_the_smoothed_density_is_near_that_of_the_eigenvalues() -> None:
     assert float((found - expected).abs().sum()) * step < 0.15 * len(values)
 
 
+def test_positions_are_in_every_result(tmp_path: Path) -> None:
+    made = [nm.fisher_factors(HEAD, SEQUENCES), nm.fisher_matrix(HEAD, SEQUENCES), nm.fisher_kronecker(HEAD, SEQUENCES)]
+    for found in made:
+        found.save(tmp_path / "fim.safetensors")
+        for one in (found, found.sum, 2 * found, nm.load(tmp_path / "fim.safetensors")):
+            assert (one.positions, one.count) == (18, 5)
+        assert found.trace.positions == 18
+    assert made[1].layer("2").positions == made[2].layer("2").positions == made[0].filter("2.*").positions == 18
+    for kind in (nm.fisher_factors, nm.fisher_matrix):
+        assert (kind(HEAD, SEQUENCES[:1]) + kind(HEAD, SEQUENCES[1:])).positions == 18
+    assert nm.fisher_gram(HEAD, SEQUENCES).positions == 18
+
+
+@pytest.mark.parametrize("kind", ["operator", "matrix", "kronecker", "factors"])
+def test_lists_and_dicts_from_the_left(kind: str) -> None:
+    metric = getattr(nm, f"fisher_{kind}")(HEAD, DATA)
+    named = {name: torch.randn_like(p) for name, p in HEAD.named_parameters()}
+    flat = torch.cat([one.flatten() for one in named.values()])
+    expected = metric @ flat
+    torch.testing.assert_close(flat @ metric, expected)
+    torch.testing.assert_close(torch.cat([one.flatten() for one in list(named.values()) @ metric]), expected)
+    torch.testing.assert_close(torch.cat([one.flatten() for one in (named @ metric).values()]), expected)
+    assert metric.T is metric
+
+
+def test_xdiag_is_exact_where_the_rank_is_exhausted() -> None:
+    operator = nm.fisher_operator(HEAD, DATA)  # of rank 14 at most
+    found = operator.estimate_diagonal("xdiag", products=40)
+    torch.testing.assert_close(found.value, dense_of(operator).diagonal())
+    assert not found.stderr.any()
+
+
+def test_xdiag_is_unbiased_and_better_than_hutchinson() -> None:
+    operator = nm.fisher_matrix(HEAD, DATA)
+    exact = operator.dense().diagonal()
+    runs = [operator.estimate_diagonal("xdiag", products=12, seed=seed) for seed in range(400)]
+    errors = torch.stack([run.value - exact for run in runs])
+    spread, plain = (
+        errors.std(0),
+        torch.stack([operator.estimate_diagonal("hutchinson", 12, seed).value - exact for seed in range(400)]),
+    )
+    assert worst_z_score(errors, torch.zeros_like(exact)) < allowed_z_score(len(exact))
+    biased = torch.stack([run.value * 1.05 - exact for run in runs])
+    assert worst_z_score(biased, torch.zeros_like(exact)) > allowed_z_score(len(exact))
+    assert float(spread.norm()) < 0.5 * float(plain.std(0).norm())
+    stated = torch.stack([run.stderr for run in runs]).square().mean(0).sqrt()
+    assert 0.4 < float(stated.norm() / spread.norm()) < 2.5
+
+
 def test_xtrace_is_exact_where_the_rank_is_exhausted() -> None:
     operator = nm.fisher_operator(HEAD, DATA)  # of rank 14 at most
     found = operator.estimate_trace("xtrace", products=40)
@@ -182,3 +233,5 @@ def test_xtrace_is_unbiased_and_better_than_hutchinson() -> None:
 def test_xtrace_needs_four_products() -> None:
     with pytest.raises(ValueError, match="products"):
         nm.fisher_operator(HEAD, DATA).estimate_trace("xtrace", products=3)
+    with pytest.raises(ValueError, match="xdiag takes at least 4"):
+        nm.fisher_operator(HEAD, DATA).estimate_diagonal("xdiag", products=3)

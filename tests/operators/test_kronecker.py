@@ -101,6 +101,21 @@ def case(name: str) -> tuple[nn.Module, Tensor, list[str]]:
         return model.double(), x.double(), layers
 
 
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("name", ["vectors", "tokens", "images"])
+def test_it_is_what_curvlinops_computes(name: str, corrected: bool) -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    model, x, _ = case(name)
+    data = [(x[:3], torch.zeros(3, dtype=torch.int64)), (x[3:], torch.zeros(len(x) - 3, dtype=torch.int64))]
+    kind = curvlinops.EKFACLinearOperator if corrected else curvlinops.KFACLinearOperator
+    options = {"check_deterministic": False, "num_per_example_loss_terms": 1, "separate_weight_and_bias": False}
+    options |= {"fisher_type": "type-2", "num_data": len(x)}
+    theirs = kind(model, nn.CrossEntropyLoss(reduction="mean"), list(model.parameters()), data, **options)
+    found = nm.fisher_kronecker(model, data, nm.Exact(), eigenvalues="corrected" if corrected else "kronecker")
+    eye = torch.eye(found.shape[0], dtype=torch.float64)
+    assert relative_error(found.dense(), theirs @ eye) < 1e-12
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["vectors", "tokens", "images"])
 def test_factors_and_eigenvalues_are_those_of_the_definition(name: str, sharing: Any) -> None:

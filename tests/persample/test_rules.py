@@ -202,7 +202,14 @@ def test_convolutions_with_any_options(problem: tuple[nn.Module, Tensor]) -> Non
     for key, form in by_rule(module, x, g).items():
         assert_form(form, expected[key])
         if isinstance(form, Convolution) and form.groups == 1:
-            assert_form(form._product(0, len(x)), expected[key])
+            written = form._product(0, len(x))
+            assert_form(written, expected[key])
+            matrix = torch.randn(written.right.shape[-1], 3, dtype=torch.float64)
+            for constant in (None, torch.randn(3, dtype=torch.float64)):
+                found = form.product_with(0, len(x), matrix, constant)
+                assert found is not None
+                turned = written.right @ matrix + (0 if constant is None else constant)
+                torch.testing.assert_close((found.left, found.right), (written.left, turned))
 
 
 @given(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4), st.integers(1, 3), st.booleans())

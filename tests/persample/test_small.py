@@ -16,7 +16,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check(sums: SmallSums, taken: dict[int, list[tuple[Tensor, float, float]]]) -> None:
-    squares, fourths = sums.squares(), sums.fourths()
+    squares, fourths, noiseless = sums.squares(), sums.fourths(), sums.noiseless()
     assert set(squares) == set(taken)
     for i, entries in taken.items():
         own = [(values.double() / scale, noise) for values, scale, noise in entries]
@@ -24,10 +24,13 @@ def check(sums: SmallSums, taken: dict[int, list[tuple[Tensor, float, float]]]) 
         expected = sum(noise * v.pow(4).sum(0) for v, noise in own)
         found = fourths.get(i, torch.zeros_like(expected))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
+        expected = sum((v.square().sum(0) for v, noise in own if not noise), torch.zeros_like(squares[i].double()))
+        found = noiseless.get(i, torch.zeros_like(expected)).double()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
 
 
 def test_passes_of_all_kinds() -> None:
-    sums, taken = SmallSums(), {}
+    sums, taken = SmallSums(apart=True), {}
     for step, (n, scale, noise_factor) in enumerate([(4, 1.0, 0.5), (4, 8.0, 0.5), (3, 1.0, 0.0), (1, 1.0, 1.0)]):
         for i, shape in enumerate([(3,), (), (2, 5), (0,)]):
             if (step + i) % 4 == 3:

@@ -250,6 +250,62 @@ def test_samples_that_were_kept_at_times_are_not_taken_for_exact() -> None:
         assert bool((excess <= 1.3 * found.stderr["embed.weight"][once]).all())
 
 
+def some_exact() -> tuple[nn.Module, list[Tensor]]:
+    """Near-uniform predictions for three classes, and entries that a few samples dominate.
+
+    With `passes=1.5` six of eight batches have two passes, which are exact, and the others one.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(30, 3)
+    with torch.no_grad():
+        model.weight *= 0.05
+    x = torch.randn(192, 30) * torch.randn(192, 30).exp() * (torch.rand(192, 30) < 0.1)
+    return model, list(x.split(24))
+
+
+def test_coverage_where_most_of_a_value_is_exact() -> None:
+    """The noise is that of two batches, whose squares may be small by chance beside a sum that is exact.
+
+    Twin: the same interval about the whole value, which takes small squares for little noise.
+    """
+    model, data = some_exact()
+    exact, covered_by = nm.fisher_diagonal(model, data, nm.Exact())["weight"], torch.zeros(2)
+    for seed in range(8):
+        found = nm.fisher_diagonal(model, data, passes=1.5, seed=seed)
+        assert (found.provenance.left_out, found.provenance.passes) == (0, 14)
+        for i, one in enumerate((found, replace(found, noiseless={}))):
+            lower, upper = (end["weight"] for end in one.interval(0.95))
+            covered_by[i] += covered(exact, lower, upper).double().mean() / 8
+    assert 0.93 <= covered_by[0] <= 1
+    assert covered_by[1] < 0.85
+
+
+def test_what_is_exact_goes_with_the_result(tmp_path: Path) -> None:
+    """Through files, views, sums of shards, rows, filters and multiples, the interval is F̂₀ + that of the rest."""
+    model, data = some_exact()
+    found = nm.fisher_diagonal(model, data, passes=1.5)
+    part = found.noiseless["weight"]
+    assert bool(((part >= 0) & (part <= found.sums["weight"] * (1 + 1e-6))).all())
+    six = nm.fisher_diagonal(model, [data[i] for i in (1, 2, 3, 5, 6, 7)], nm.Exact(), reduction="sum")
+    torch.testing.assert_close(part, six["weight"])
+    lower, upper = (end["weight"] for end in found.sum.interval())
+    ends = interval(found.sums["weight"] - part, found.noise["weight"], 0.95)
+    random = found.noise["weight"] > 0
+    for own, end in zip((lower, upper), ends, strict=True):
+        torch.testing.assert_close(own[random], (part + end)[random])
+        assert torch.equal(own[~random], found.sums["weight"][~random])
+    found.save(tmp_path / "fim.safetensors")
+    loaded = nm.load(tmp_path / "fim.safetensors")
+    shards = sum(nm.fisher_diagonal(model, data, nm.Adaptive(1.5, window=4), shard=(i, 2)) for i in range(2))
+    whole = nm.fisher_diagonal(model, data, nm.Adaptive(1.5, window=4))
+    pairs = [(loaded, found), (found.filter("weight"), found), ((2 * found) / 2, found), (shards, whole)]
+    for one, other in pairs:
+        assert isinstance(one, nm.DiagonalFisher)
+        for mine, theirs in zip(one.interval(), other.interval(), strict=True):
+            torch.testing.assert_close(mine["weight"], theirs["weight"], rtol=1e-3, atol=0)
+    torch.testing.assert_close(found.rows.noiseless["weight"], part.sum(1))
+
+
 @pytest.mark.parametrize("classes", [3, 14])
 def test_coverage_where_fourth_powers_are_not_taken_of_all_batches(classes: int) -> None:
     """Rare words of a linear layer: most of them are only in batches whose fourth powers are left out."""

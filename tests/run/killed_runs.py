@@ -1,7 +1,4 @@
-"""A run that is killed again and again, at random times, until it comes to its end; see `test_checkpoint.py`.
-
-python -m tests.run.killed_runs FOLDER KILLS SEED
-"""
+"""A run that is killed again and again, at random times, until it comes to its end; see `test_checkpoint.py`."""
 
 import os
 import random
@@ -9,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from tests import forked
 
 BATCHES, PAUSE = 40, 0.004
 
@@ -49,27 +48,17 @@ def run(folder: Path) -> None:
     nm.fisher_diagonal(network(), batches(PAUSE), checkpoint=checkpoint).save(folder / "result.safetensors")
 
 
-def main(folder: Path, kills: int, seed: int) -> int:
+def killed(folder: Path, kills: int, seed: int) -> int:
     """Kill as often as asked, then let it end; gives how often it was killed while at work."""
     chance, killed = random.Random(seed), 0
-    torch.set_num_threads(1)
-    for attempt in range(10 * kills):
-        child = os.fork()
-        if child == 0:
-            run(folder)
-            os._exit(0)
+    for _ in range(10 * kills):
+        child = forked.start(partial(run, folder), sys.__stdout__, sys.__stderr__)
         if killed < kills:
             time.sleep(chance.uniform(0, BATCHES * PAUSE / 4))
             os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            killed += 1
-        elif os.WEXITSTATUS(status):
-            raise RuntimeError(f"Attempt {attempt} ended with {status}.")
-        else:
+        code = forked.returncode(child)
+        if code == 0:
             break
+        assert code == -signal.SIGKILL
+        killed += 1
     return killed
-
-
-if __name__ == "__main__":
-    print(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

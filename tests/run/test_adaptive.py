@@ -354,7 +354,9 @@ def backwards(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("cost", [0.5, 1.2])
-@pytest.mark.parametrize("name", ["ten classes, confident", "tokens of several lengths", "regression"])
+@pytest.mark.parametrize(
+    "name", ["ten classes, confident", "three classes, confident", "tokens of several lengths", "regression"]
+)
 def test_shards_add_up_to_one_run(name: str, cost: float) -> None:
     """Of windows of three batches, whatever the first batch of a shard is."""
     case = backwards(CASES[name])
@@ -365,6 +367,7 @@ def test_shards_add_up_to_one_run(name: str, cost: float) -> None:
         assert isinstance(total, nm.DiagonalFisher)
         torch.testing.assert_close(flat(total), flat(whole), rtol=1e-12, atol=0)
         torch.testing.assert_close(flat(total, "noise"), flat(whole, "noise"), rtol=1e-6, atol=0)
+        torch.testing.assert_close(total.noiseless, whole.noiseless, rtol=1e-12, atol=0)
         ours, theirs = total.provenance, whole.provenance
         assert (total.count, total.positions) == (whole.count, whole.positions)
         assert (ours.left_out, ours.passes, ours.batches) == (theirs.left_out, theirs.passes, theirs.batches)
@@ -378,7 +381,8 @@ def test_a_shard_without_a_window_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cost"), [("ten classes, confident", 0.8), ("some labels ignored", 1.5), ("tokens", 0.5)]
+    ("name", "cost"),
+    [("ten classes, confident", 0.8), ("three classes, confident", 1.5), ("some labels ignored", 1.5), ("tokens", 0.5)],
 )
 def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(name: str, cost: float, tmp_path: Path) -> None:
     case = backwards(CASES[name])
@@ -390,6 +394,7 @@ def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(name: str, cos
         found = case.estimate(cost, window=3, checkpoint=path)
         assert torch.equal(flat(found), flat(expected)), at
         assert torch.equal(flat(found, "noise"), flat(expected, "noise")), at
+        torch.testing.assert_close(found.noiseless, expected.noiseless, rtol=0, atol=0)
         verified = found.provenance.verified
         assert found.provenance == replace(expected.provenance, verified=verified), at
     again = case.estimate(cost, window=3, checkpoint=path)  # a run that is done

@@ -13,11 +13,14 @@ from tests.problems.networks import PROBLEMS
 from tests.run.test_estimators import estimate
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ON_THE_CPU = ("MLP", "nested dict inputs", "LSTM")  # where nothing has to be moved
 
 
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [(device, name) for device in DEVICES for name in PROBLEMS if device != "cpu" or name in ON_THE_CPU],
+)
 def test_batches_are_moved_to_the_model(name: str, device: str) -> None:
     problem = PROBLEMS[name]
     model = copy.deepcopy(problem.model).to(device)

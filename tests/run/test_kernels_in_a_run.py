@@ -68,9 +68,17 @@ def _run(model: nn.Module, x: Tensor, y: Tensor, estimator: nm.Estimator) -> nm.
     return nm.fisher_diagonal(model, [(x[:3], y[:3]), (x[3:], y[3:])], estimator)
 
 
-@pytest.mark.parametrize("estimator", [nm.Exact(), nm.Empirical()], ids=repr)
-@pytest.mark.parametrize("name", ["text", "tied", "images"])
-@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize(
+    ("name", "tf32", "estimator"),
+    [
+        pytest.param(
+            name, tf32, nm.Exact() if exact else nm.Empirical(), marks=[pytest.mark.slow] if exact == tf32 else []
+        )
+        for name in ("text", "tied", "images")
+        for tf32 in (False, True)
+        for exact in (False, True)
+    ],
+)
 def test_kernels_give_what_float64_gives(
     name: str, estimator: nm.Estimator, tf32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

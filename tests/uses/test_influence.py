@@ -1,5 +1,7 @@
 """Influence against the formula with the dense matrix, and against leaving samples out and training again."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,12 @@ def test_wrong_arguments() -> None:
         nm.influence(MODEL, TRAIN, TEST, nm.fisher_diagonal(MODEL, TRAIN), 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`fisher` must be a metric of this model's parameters"):
         nm.influence(nn.Sequential(nn.Linear(4, 3)).double(), TRAIN, TEST, fisher, 0.1)
+    other = copy.deepcopy(MODEL)
+    other[0].weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="`fisher` must be a result at the model's present weights"):
+        nm.influence(other, TRAIN, TEST, fisher, 0.1)
+    with pytest.raises(ValueError, match=r"`damping` must be a number > 0 for a singular F, got 0, where .* are zero"):
+        nm.influence(MODEL, TRAIN, TEST, fisher, 0.0)
     with pytest.raises(ValueError, match="`labels` must be given"):
         nm.influence(MODEL, [X[:4]], TEST, fisher, 0.1)
     with pytest.raises(ValueError, match="`damping` must be a number >= 0"):

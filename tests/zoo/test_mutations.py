@@ -182,8 +182,15 @@ def put(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], function: Functi
     monkeypatch.setitem(registry._RULES, kind, changed)
 
 
-@pytest.mark.parametrize("mutation", list(MUTATIONS))
-@pytest.mark.parametrize("kind", list(LAYERS), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "mutation"),
+    [
+        pytest.param(kind, mutation, marks=[] if i in (0, 1 + j % (len(LAYERS) - 1)) else pytest.mark.slow)
+        for i, kind in enumerate(LAYERS)
+        for j, mutation in enumerate(MUTATIONS)
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
 def test_a_broken_rule_is_seen(kind: type[nn.Module], mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, kind, MUTATIONS[mutation](registry._RULES[kind].function))
     right_or_error("layer", {"layer": LAYERS[kind]})

@@ -115,6 +115,11 @@ class GramMatrix:
         return self.blocks.reshape(rows, rows)
 
     @property
+    def positions(self) -> int:
+        """The number of output distributions, N: in a sequence, every position that counts."""
+        return len(self.blocks)
+
+    @property
     def trace(self) -> float:
         """Σ_x ‖U(x) J(x)‖²: with directions="fisher" the trace of F, as a sum over samples."""
         return float(self.matrix.trace())

@@ -6,18 +6,14 @@ it would be.  On average over directions of J, and up to one factor for all samp
     F² = t² + 2q        and the variance of m passes is 2 S²_m,        S²_1 = t² - q        (`remaining_noise`).
 
 A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
-Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q), and costs π(1 + 2m) forward passes.
+Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q), and costs π(1 + 2m) forward passes.  The smallest
+Σ V at a given cost, but for some percent, has one number μ for all samples:
 
-What counts is the sum of standard errors over entries, ∂ Σ_i √(Σ V) = Σ_i ∂ΣV/2√(Σ V): a variance counts less in an
-entry that has a large one, and these are the entries of samples with large t.  So we minimise Σ V/t: the loss.  (Σ V
-instead spends too much on the largest samples.)  The smallest loss at a given cost, but for some percent, has one
-number μ for all samples:
+    π = min(1, t/√μ)        m = argmin S²_m + μm, which is 1 wherever π < 1.
 
-    π = min(1, √(t/μ))        m = argmin S²_m/t + μm, which is 1 wherever π < 1.
-
-Proof.  For m = 1 the loss is 3t/π - (t² + 2q)/t, so ∂/∂π of loss + 3μπ is zero at π² = t/μ.  With π = 1 the choice of m
-minimises 2 S²_m/t + 2μm.  Several passes cannot pay for t < μ, since S²_1 <= t².  (For t a little above μ, several
-passes with π < 1 can be better than one or two with π = 1, by less than a hundredth of loss + μ cost.)
+Proof.  For m = 1 the variance is 3t²/π - (t² + 2q), so ∂/∂π of variance + 3μπ is zero at π = t/√μ.  With π = 1 the
+choice of m minimises 2 S²_m + 2μm.  Several passes cannot pay for t² < μ, since S²_1 <= t².  (For t² a little above μ,
+several passes with π < 1 can be better than one or two with π = 1, by less than a hundredth of variance + μ cost.)
 """
 
 from __future__ import annotations
@@ -175,7 +171,7 @@ def score(
     noise = one[:, None] / choices
     if core_of is None or rank == 1:
         return Scores(t, q, noise, choices)
-    noisy = (one > t * allocate(Scores(t, q, one[:, None], choices[:1]), budget).price).nonzero()[:, 0]
+    noisy = (one > allocate(Scores(t, q, one[:, None], choices[:1]), budget).price).nonzero()[:, 0]
     core = core_of(noisy) if len(noisy) else None
     if isinstance(core, (Categorical, DiagonalCore)):
         values = core.spectrum(min(_EIGENPAIRS, rank - 1)).values.double().cpu()
@@ -185,17 +181,17 @@ def score(
 
 
 def allocate(scores: Scores, budget: float) -> Allocation:
-    """The allocation with the least Σ V/t for so many forward passes altogether, by bisection for μ."""
+    """The allocation with the least Σ V for so many forward passes altogether, by bisection for μ."""
 
     def at(price: float) -> Allocation:
-        best = (scores.noise + price * scores.trace[:, None] * scores.passes).argmin(-1)
-        keep = (scores.trace / price).sqrt().clamp(max=1)
+        best = (scores.noise + price * scores.passes).argmin(-1)
+        keep = (scores.trace / math.sqrt(price)).clamp(max=1)
         return Allocation(torch.where(best > 0, 1.0, keep), scores.passes[best], price)
 
     best = Allocation((scores.trace > 0).double(), scores.passes[scores.noise.argmin(-1)], 0.0)
     if best.cost <= max(budget, 0.0):
         return best
-    low, high = 1e-300, 1e20 * max(float(scores.trace.amax()), 1e-100)
+    low, high = 1e-300, 1e20 * max(float(scores.trace.amax()), 1e-100) ** 2
     for _ in range(80):
         middle = math.sqrt(low) * math.sqrt(high)
         low, high = (middle, high) if at(middle).cost > budget else (low, middle)

@@ -101,7 +101,9 @@ def fisher_factors(
     tensors = list(problem.parameters.values())
     rows = GradientRows(tensors, promoted(dtype), stack.take, stack.reserve, stack.after_batch)
     counts = run(problem, settings, rows, LoopOptions(progress))
-    return FisherFactors(stack.whole(), layout, counts.samples, make_provenance(problem, settings, counts), view)
+    return FisherFactors(
+        stack.whole(), layout, counts.samples, make_provenance(problem, settings, counts), view, counts.positions
+    )
 
 
 class _KeptRows:
@@ -178,10 +180,16 @@ class FisherFactors(StoredMetric):
     """
 
     def __init__(
-        self, rows: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction = "mean"
+        self,
+        rows: Tensor,
+        layout: ParameterLayout,
+        count: int,
+        provenance: Provenance,
+        reduction: Reduction = "mean",
+        positions: int = 0,
     ) -> None:
         self.rows = rows
-        super().__init__(rows, layout, count, provenance, reduction)
+        super().__init__(rows, layout, count, provenance, reduction, positions)
 
     @property
     def rank(self) -> int:
@@ -220,7 +228,7 @@ class FisherFactors(StoredMetric):
             raise ValueError(message("patterns", f"matched by a parameter, such as {some}", str(patterns)))
         rows = torch.cat([self._columns(name) for name in names], 1)
         layout = ParameterLayout({name: self.layout.shapes[name] for name in names})
-        return FisherFactors(rows, layout, self.count, self.provenance, self.reduction)
+        return FisherFactors(rows, layout, self.count, self.provenance, self.reduction, self.positions)
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
@@ -230,7 +238,7 @@ class FisherFactors(StoredMetric):
         squares = [piece.square().sum(1) for _, piece in self._pieces(torch.float64)]
         total, fourth = (sum(float((value**power).sum()) for value in squares) for power in (1, 2))
         noise = math.sqrt(self.provenance.noise_factor * fourth) if self.provenance.seeds else 0.0
-        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction)
+        return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
 
     @property
     def frobenius_norm(self) -> float:
@@ -296,12 +304,13 @@ class FisherFactors(StoredMetric):
             raise ValueError(message("other", "factors of the same parameters", "factors of other ones"))
         provenance = self.provenance.plus(other.provenance)
         rows = torch.cat([self.rows, other.rows.to(self.device)])  # in the wider of both dtypes
-        return FisherFactors(rows, self.layout, self.count + other.count, provenance, self.reduction)
+        counts = self.count + other.count, self.positions + other.positions
+        return FisherFactors(rows, self.layout, counts[0], provenance, self.reduction, counts[1])
 
     def _times(self, factor: float) -> FisherFactors:
         root, provenance = math.sqrt(factor), self.provenance.times(factor)
         rows = _in_range(self.rows * root, self.rows, root)
-        return FisherFactors(rows, self.layout, self.count, provenance, self.reduction)
+        return FisherFactors(rows, self.layout, self.count, provenance, self.reduction, self.positions)
 
     def __repr__(self) -> str:
         size = self.rows.numel() * self.rows.element_size() / 2**20
@@ -311,7 +320,7 @@ class FisherFactors(StoredMetric):
     def to(self, target: torch.device | torch.dtype | str) -> FisherFactors:
         """The factors on another device, or in another floating-point type."""
         rows = _in_range(self.rows.to(target), self.rows)
-        return FisherFactors(rows, self.layout, self.count, self.provenance, self.reduction)
+        return FisherFactors(rows, self.layout, self.count, self.provenance, self.reduction, self.positions)
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file with its provenance, all or nothing; `nm.load` reads it."""

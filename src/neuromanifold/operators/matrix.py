@@ -110,7 +110,9 @@ def fisher_matrix(
 
     rows = GradientRows(list(chosen.values()), dtype, take, reserve)
     counts = run(problem, settings, rows, LoopOptions(progress))
-    return FisherMatrix(sums, layout, counts.samples, make_provenance(problem, settings, counts), view)
+    return FisherMatrix(
+        sums, layout, counts.samples, make_provenance(problem, settings, counts), view, counts.positions
+    )
 
 
 def _check_size(sizes: dict[str, int], dtype: torch.dtype, blocks: str | None, limit: int) -> None:
@@ -147,10 +149,11 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         count: int,
         provenance: Provenance,
         reduction: Reduction = "mean",
+        positions: int = 0,
     ) -> None:
         """`blocks`: sums over samples, of all parameters (under "") or of those of each layer."""
         self.blocks = blocks
-        super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction)
+        super().__init__(next(iter(blocks.values())), layout, count, provenance, reduction, positions)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.blocks[name] / self._divisor
@@ -183,7 +186,8 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         else:
             index = self.layout.layer_indices(self.device)[name]
             block = self.blocks[""][index][:, index]
-        return FisherMatrix({"": block}, ParameterLayout(kept), self.count, self.provenance, self.reduction)
+        fields = self.count, self.provenance, self.reduction, self.positions
+        return FisherMatrix({"": block}, ParameterLayout(kept), *fields)
 
     # ------------------------------------------------------------------------------------------------ spectrum
 
@@ -196,7 +200,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
         """
         total = sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks.values())
         bound = math.sqrt(self.provenance.noise_factor) * sum(self._norms()) if self.provenance.seeds else 0.0
-        return TraceEstimate(total, bound, self.count, self.provenance, self.reduction)
+        return TraceEstimate(total, bound, self.count, self.provenance, self.reduction, self.positions)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the diagonal entries F_ii by parameter name."""
@@ -267,11 +271,13 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             raise ValueError(message("other", "a matrix of the same parameters and blocks", "one of other ones"))
         provenance = self.provenance.plus(other.provenance)
         blocks = {name: block + other.blocks[name].to(block) for name, block in self.blocks.items()}
-        return FisherMatrix(blocks, self.layout, self.count + other.count, provenance, self.reduction)
+        counts = self.count + other.count, self.positions + other.positions
+        return FisherMatrix(blocks, self.layout, counts[0], provenance, self.reduction, counts[1])
 
     def _times(self, factor: float) -> FisherMatrix:
         blocks = {name: block * factor for name, block in self.blocks.items()}
-        return FisherMatrix(blocks, self.layout, self.count, self.provenance.times(factor), self.reduction)
+        provenance = self.provenance.times(factor)
+        return FisherMatrix(blocks, self.layout, self.count, provenance, self.reduction, self.positions)
 
     def __repr__(self) -> str:
         kind = "dense" if self._is_whole else f"{len(self)} blocks"

@@ -12,11 +12,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,6 +35,7 @@ from neuromanifold.operators.stochastic import (
     Estimate,
     SpectralDensity,
     check_method,
+    exchangeable_diagonal,
     spectral_density,
     stochastic_diagonal,
     stochastic_log_determinant,
@@ -45,8 +45,6 @@ from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.scaling import Scalable
 from neuromanifold.results.trace import TraceEstimate
-
-R = TypeVar("R", Tensor, NDArray[Any])
 
 
 class NotConvergedWarning(UserWarning):
@@ -128,9 +126,11 @@ class Metric(ABC):
     def __matmul__(self, v: V) -> V:
         return self.matvec(v)
 
-    def __rmatmul__(self, v: R) -> R:
-        """vᵀ F for a vector [P], or for each row of [m, P]: F is symmetric."""
-        return self.matvec(v) if v.ndim == 1 else self.matvec(v.T).T
+    def __rmatmul__(self, v: V) -> V:
+        """vᵀ F for a vector [P], a list or dict of tensors, or each row of [m, P]: F is symmetric."""
+        if isinstance(v, (Tensor, np.ndarray)) and v.ndim == 2:
+            return self.matvec(v.T).T  # type: ignore[return-value]
+        return self.matvec(v)
 
     @property
     def T(self) -> Self:  # noqa: N802 (numpy's name)
@@ -203,8 +203,7 @@ class Metric(ABC):
         For comparison: `nm.fisher_trace` has its probes on the outputs, and needs one backward pass over the data.
         """
         if method == "xtrace":
-            products = integer_in_range(products, "products", 4, 10**9, "xtrace takes at least 4")
-            found = stochastic_trace(self._scaled, self._like(), min(products, 2 * self.layout.size), random_seed(seed))
+            found = stochastic_trace(self._scaled, self._like(), self._halves(method, products), random_seed(seed))
         else:
             found = self._stochastic(method, products, seed)[1]
         value, stderr = (float(number) * self._divisor for number in found)
@@ -212,7 +211,12 @@ class Metric(ABC):
         return TraceEstimate(value, stderr, self.count, provenance, self.reduction)
 
     def estimate_diagonal(self, method: str = "hutch++", products: int = 30, seed: int = 0) -> Estimate:
-        """diag F [P] from products with random vectors; for comparison with `nm.fisher_diagonal`."""
+        """diag F [P] from products with random vectors, by "hutchinson", "hutch++" or "xdiag".
+
+        For comparison: `nm.fisher_diagonal` has its probes on the outputs.
+        """
+        if method == "xdiag":
+            return exchangeable_diagonal(self._scaled, self._like(), self._halves(method, products), random_seed(seed))
         return self._stochastic(method, products, seed)[0]
 
     def spectral_density(self, probes: int = 8, steps: int = 30, seed: int = 0) -> SpectralDensity:
@@ -297,6 +301,11 @@ class Metric(ABC):
         seed = random_seed(seed)
         return stochastic_diagonal(self._scaled, self._like(), method, products, seed)
 
+    def _halves(self, method: str, products: int) -> int:
+        """Return the number of products of a method that takes half of them for a basis."""
+        least = f"{method} takes at least 4"
+        return min(integer_in_range(products, "products", 4, 10**9, least), 2 * self.layout.size)
+
     def _like(self) -> Tensor:
         return torch.empty(self.layout.size, 1, dtype=self.precision, device=self.device)
 
@@ -310,11 +319,19 @@ class StoredMetric(Metric, Scalable):
     """A metric whose numbers are stored, so that it adds, scales and saves."""
 
     provenance: Provenance
+    positions: int
+    """Output distributions, such as tokens; 0: not known."""
 
     def __init__(
-        self, like: Tensor, layout: ParameterLayout, count: int, provenance: Provenance, reduction: Reduction
+        self,
+        like: Tensor,
+        layout: ParameterLayout,
+        count: int,
+        provenance: Provenance,
+        reduction: Reduction,
+        positions: int,
     ) -> None:
-        self.layout, self.provenance, self.reduction = layout, provenance, reduction
+        self.layout, self.provenance, self.reduction, self.positions = layout, provenance, reduction, positions
         self.precision, self.device = promoted(like.dtype), like.device
         self._count = count
 
@@ -336,11 +353,13 @@ class StoredMetric(Metric, Scalable):
 
     def _save(self, path: str | Path, kind: str, tensors: dict[str, Tensor], **more: str) -> None:
         shapes = json.dumps({name: list(shape) for name, shape in self.layout.shapes.items()})
-        head = {"shapes": shapes, "count": str(self.count), "reduction": self.reduction, **more}
+        counts = {"count": str(self.count), "positions": str(self.positions)}
+        head = {"shapes": shapes, **counts, "reduction": self.reduction, **more}
         save_tensors(path, tensors, kind, {**head, "provenance": self.provenance.to_json()})
 
 
-def stored_fields(head: dict[str, Any]) -> tuple[ParameterLayout, int, Provenance, Reduction]:
-    """The layout, count, provenance and reduction that `StoredMetric` wrote to a file's header."""
+def stored_fields(head: dict[str, Any]) -> tuple[ParameterLayout, int, Provenance, Reduction, int]:
+    """The layout, count, provenance, reduction and positions that `StoredMetric` wrote to a file's header."""
     layout = ParameterLayout({name: torch.Size(shape) for name, shape in json.loads(head["shapes"]).items()})
-    return layout, int(head["count"]), Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
+    provenance, reduction = Provenance.from_json(head["provenance"]), check_reduction(head["reduction"])
+    return layout, int(head["count"]), provenance, reduction, int(head.get("positions", 0))

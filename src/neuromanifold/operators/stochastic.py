@@ -11,7 +11,7 @@ from torch import Tensor
 from neuromanifold.core.checks import integer_in_range, one_of, warn
 from neuromanifold.operators.krylov import Product, orthonormal, times
 
-Method = Literal["hutchinson", "hutch++"]  # of the diagonal and the trace; "xtrace" for the trace alone
+Method = Literal["hutchinson", "hutch++"]  # of the diagonal and the trace; "xtrace" and "xdiag" for one of them
 
 
 class Estimate(NamedTuple):
@@ -67,21 +67,45 @@ def stochastic_trace(product: Product, like: Tensor, products: int, seed: int) -
 
     takes out k - 1 eigenvectors with k + k products.
     """
-    signs = sign_columns(like, products // 2, torch.Generator(like.device).manual_seed(seed))
-    images = product(signs)
-    basis, triangle = (one.double() for one in torch.linalg.qr(images))
+    signs, images, basis, left_out = _sketch(product, like, products // 2, seed)
     inside = basis.mT @ product(basis.to(like)).double()  # Qᵀ F Q
-    trace, sizes = inside.diagonal().sum(), triangle.diagonal().abs()
-    if float(sizes.min()) <= 10 * torch.finfo(like.dtype).eps * len(like) ** 0.5 * float(sizes.max()):
-        return Estimate(trace, torch.zeros_like(trace))  # the range of F is exhausted
-    eye = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
-    left_out = torch.linalg.solve_triangular(triangle.mT, eye, upper=False)  # s_i as columns
-    left_out = left_out / torch.linalg.vector_norm(left_out, dim=0)
-    signs, images = signs.double(), images.double()
+    trace = inside.diagonal().sum()
+    if left_out is None:
+        return Estimate(trace, torch.zeros_like(trace))
     parts = basis.mT @ signs
     parts = parts - left_out * (left_out * parts).sum(0)  # Qᵀ Q_i Q_iᵀ ω_i
     rest = (signs * images).sum(0) - 2 * (parts * (basis.mT @ images)).sum(0) + (parts * (inside @ parts)).sum(0)
     return _estimate(trace - (left_out * (inside @ left_out)).sum(0) + rest, torch.zeros_like(trace))
+
+
+def exchangeable_diagonal(product: Product, like: Tensor, products: int, seed: int) -> Estimate:
+    """XDiag (Epperly, Tropp and Webber 2024): diag F from k = `products`/2 random signs, each used in both roles.
+
+    As in `stochastic_trace`; the mean over i, of which each is unbiased as ω_i is independent of Q_i, of
+
+        diag(Q_i Q_iᵀ F) + ω_i ∘ (I - Q_i Q_iᵀ) F ω_i
+    """
+    signs, images, basis, left_out = _sketch(product, like, products // 2, seed)
+    rows = product(basis.to(like)).double()  # F Q
+    exact = (basis * rows).sum(1)
+    if left_out is None:
+        return Estimate(exact, torch.zeros_like(exact))
+    along = basis.mT @ images
+    rest = images - basis @ (along - left_out * (left_out * along).sum(0))  # (I - Q_i Q_iᵀ) F ω_i
+    return _estimate(signs * rest - (basis @ left_out) * (rows @ left_out), exact)
+
+
+def _sketch(product: Product, like: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return random signs Ω [P, k], F Ω = Q R, Q, and the s_i as columns, None where the range of F is exhausted."""
+    signs = sign_columns(like, k, torch.Generator(like.device).manual_seed(seed))
+    images = product(signs)
+    basis, triangle = (one.double() for one in torch.linalg.qr(images))
+    sizes, left_out = triangle.diagonal().abs(), None
+    if float(sizes.min()) > 10 * torch.finfo(like.dtype).eps * len(like) ** 0.5 * float(sizes.max()):
+        eye = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
+        left_out = torch.linalg.solve_triangular(triangle.mT, eye, upper=False)
+        left_out = left_out / torch.linalg.vector_norm(left_out, dim=0)
+    return signs.double(), images.double(), basis, left_out
 
 
 class SpectralDensity(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +58,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     positions: int  # output distributions: as many as samples, or tokens, or pixels
     provenance: Provenance
     reduction: Reduction = "mean"
+    noiseless: Mapping[str, Tensor] = field(default_factory=dict)  # the parts of sums that are not random, if any are
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[self.provenance.find(name, self.sums)] / self.divisor
@@ -89,16 +90,20 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         `error_bars="rows"` the standard errors are those of the rows; else the sums of their entries', a wide bound.
         """
         kind = coarser(self.error_bars, "rows")
-        sums = {name: row_sums(value) for name, value in self.sums.items()}
-        provenance = replace(self.provenance, error_bars=bool(kind))  # each value has its own
-        return replace(self, sums=sums, noise=converted(self.noise, self.error_bars, kind), provenance=provenance)
+        sums, apart = ({n: row_sums(value) for n, value in d.items()} for d in (self.sums, self.noiseless))
+        noise, provenance = (
+            converted(self.noise, self.error_bars, kind),
+            replace(self.provenance, error_bars=bool(kind)),
+        )
+        return replace(self, sums=sums, noise=noise, provenance=provenance, noiseless=apart)  # each has error bars
 
     def interval(self, level: float = 0.95) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Lower and upper ends of confidence intervals for each entry, in the same view, computed when asked for.
 
         Those of a scaled χ² (`results.intervals`), which holds where only a few samples contribute to an entry, too;
-        F̂ ± 2 stderr does not.  Where samples were left out (`passes`), they may contribute to entries in which nothing
-        seems to be random: the upper end is then that of one sample, and infinite where the estimate is zero.
+        F̂ ± 2 stderr does not.  What is `noiseless` is only added.  Where samples were left out (`passes`), they may
+        contribute to entries in which nothing seems to be random: the upper end is then that of one sample, and
+        infinite where the estimate is zero.
         """
         level = check_level(level)
         return _Intervals(self, level, 0), _Intervals(self, level, 1)
@@ -154,6 +159,9 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         mine, others = (converted(d.noise, d.error_bars, provenance.error_bars) for d in (self, other))
         random = all(any(bool((value > 0).any()) for value in noise.values()) for noise in (mine, others))
         combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
+        apart = self.noiseless or other.noiseless
+        if self.noiseless and other.noiseless:
+            apart = mapped(lambda a, b: a + b.to(a), self.noiseless, other.noiseless)
         return replace(
             self,
             sums=mapped(lambda a, b: a + b.to(a), self.sums, other.sums),
@@ -161,27 +169,31 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
             count=self.count + other.count,
             positions=self.positions + other.positions,
             provenance=provenance,
+            noiseless=apart,
         )
 
     def _times(self, factor: float) -> DiagonalFisher:
-        sums, noise = (mapped(lambda value: value * factor, tensors) for tensors in (self.sums, self.noise))
-        return replace(self, sums=sums, noise=noise, provenance=self.provenance.times(factor))
+        scaled = self._changed(lambda d: mapped(lambda value: value * factor, d))
+        return replace(scaled, provenance=self.provenance.times(factor))
+
+    def _changed(self, function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> DiagonalFisher:
+        """The result with a function applied to sums, standard errors and parts without noise."""
+        sums, noise, apart = (function(d) for d in (self.sums, self.noise, self.noiseless))
+        return replace(self, sums=sums, noise=noise, noiseless=apart)
 
     def to(self, target: torch.device | torch.dtype | str) -> DiagonalFisher:
         """The result on another device, or in float32, float64 or bfloat16 (sums leave the range of float16)."""
         if isinstance(target, torch.dtype) and target not in (torch.float32, torch.float64, torch.bfloat16):
             advice = "Convert single tensors of the mean yourself if you must."
             raise ValueError(message("target", "a device, float32, float64 or bfloat16", str(target), advice))
-        sums, noise = ({name: value.to(target) for name, value in d.items()} for d in (self.sums, self.noise))
-        return replace(self, sums=sums, noise=noise)
+        return self._changed(lambda d: {name: value.to(target) for name, value in d.items()})
 
     def filter(self, *patterns: str) -> DiagonalFisher:
         """Only the parameters whose names match one of the patterns, such as "encoder.*"."""
         names = [name for name in self if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not names:
             raise ValueError(message("patterns", f"such that one of {list(self)[:3]} ... matches", str(patterns)))
-        sums, noise = (renamed(d, {name: name for name in names if name in d}) for d in (self.sums, self.noise))
-        return replace(self, sums=sums, noise=noise)
+        return self._changed(lambda d: renamed(d, {name: name for name in names if name in d}))
 
     def compare(self, other: Mapping[str, Tensor], epsilon: float = 1e-12) -> Comparison:
         """Return how far this is from `other`, the reference: RelMAE, cosine, rank correlation."""
@@ -224,6 +236,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     def _save(self, path: str | Path, shard_size: str | int, divided: bool = False) -> None:
         places = {f"sum/{name}": (self.sums, name) for name in self.sums}
         places |= {f"noise/{name}": (self.noise, name) for name in self.noise}
+        places |= {f"noiseless/{name}": (self.noiseless, name) for name in self.noiseless}
         tensors = LazyTensors(lambda place: place[0][place[1]], places)
         numbers = {"count": str(self.count), "positions": str(self.positions), "reduction": self.reduction}
         texts = {"names": json.dumps(list(self.sums)), "provenance": self.provenance.to_json()}
@@ -337,7 +350,7 @@ class _Intervals(_PerParameter):
         result = self._result
         name = result.provenance.find(name, result.sums)
         sums, noise = result.sums[name], entry_noise(result.noise, result.sums, name)
-        found = interval(sums, noise, self._level)[self._end]
+        found = interval(sums, noise, self._level, result.noiseless.get(name))[self._end]
         if self._end and result.provenance.left_out:
             of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
             found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
@@ -360,7 +373,8 @@ def diagonal_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> D
         int(head["positions"]),
         check_reduction(head["reduction"], tokens=True),
     )
-    return DiagonalFisher(sums, noise, count, positions, provenance, reduction)
+    apart = renamed(tensors, {name: f"noiseless/{name}" for name in names if f"noiseless/{name}" in tensors})
+    return DiagonalFisher(sums, noise, count, positions, provenance, reduction, apart)
 
 
 def load_diagonal(path: str | Path) -> DiagonalFisher:

@@ -13,6 +13,11 @@ number, where F̂ ± 2 standard errors would cover F in 54 of 100 cases.
 A single sample that was kept with probability π, and has the weight 1/π, has v = (1 - π/3) F̂², hence r < 1.  Its upper
 end has less than one degree of freedom, since others may have been left out.  If there are none, F is π times what it
 would be for π = 1, so the lower end is that of ν = 1 times π = 3 - 2/r.
+
+All of this is about the part of F̂ that is random.  Where C - 1 passes make some samples exact, their part F̂₀ is
+known, v says nothing of it, and the interval is F̂₀ + [...] with F̂ - F̂₀ in place of F̂.  With F̂ itself r would be
+large and the interval F̂ ± 2√v, which misses F in 46 of 100 cases if one sample is noisy: where its square is small by
+chance, v is as well.
 """
 
 from __future__ import annotations
@@ -38,8 +43,15 @@ def check_level(level: float) -> float:
     return float(level)
 
 
-def interval(values: Tensor, stderr: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Lower and upper ends for estimates with these standard errors; where there is no noise both are the estimate."""
+def interval(values: Tensor, stderr: Tensor, level: float, noiseless: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Lower and upper ends for estimates with these standard errors; where there is no noise both are the estimate.
+
+    `noiseless`: the part of the values that is not random.
+    """
+    if noiseless is not None:
+        low, high = interval((values - noiseless).clamp(min=0), stderr, level)
+        random = stderr > 0
+        return torch.where(random, noiseless + low, values), torch.where(random, noiseless + high, values)
     r = (values.double() / stderr.double()).square().nan_to_num(1.5, math.inf) * (2 / 3)  # inf: nothing is random
     nu = (3 * r - 2 * r.sqrt().clamp(min=1)).nan_to_num(math.inf).clamp(_SMALLEST, _LARGEST)
     kept = (3 - 2 / r).clamp(0, 1)  # 1 wherever ν >= 1

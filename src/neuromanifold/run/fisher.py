@@ -168,6 +168,7 @@ def diagonal_of(
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
     noise = sums.noise(last=True) if kind or not random else []
+    noiseless = sums.noiseless
     provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
@@ -176,6 +177,7 @@ def diagonal_of(
         counts.positions,
         replace(provenance, error_bars=kind if random else True),
         view,
+        dict(zip(problem.parameters, noiseless, strict=bool(noiseless))),
     )
 
 

@@ -133,8 +133,8 @@ class AdaptiveSteps:
         Their number is the one that is best for the group.
         """
         keep = allocation.keep[group]
-        noise = (scores.noise[group] / (keep * scores.trace[group])[:, None]).sum(0)
-        passes = int(scores.passes[(noise + allocation.price * len(group) * scores.passes).argmin()])
+        noise = (scores.noise[group] / keep[:, None]).sum(0) + allocation.price * len(group) * scores.passes
+        passes = int(scores.passes[noise.argmin()])
         bounds = torch.tensor([0, *(one.samples for one in window)]).cumsum(0)
         parts, expected = [], []
         for start, stop, one in zip(bounds, bounds[1:], window, strict=False):

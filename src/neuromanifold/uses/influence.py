@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from neuromanifold.core.checks import finite_number, message
 from neuromanifold.estimators import Empirical
-from neuromanifold.operators.metric import Metric
+from neuromanifold.operators.metric import Metric, StoredMetric
 from neuromanifold.persample.accumulate import GradientRows
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.loop import run
 from neuromanifold.run.settings import LoopOptions, Settings
+from neuromanifold.uses.matching import check_weights
 
 
 @torch.inference_mode(mode=False)
@@ -63,6 +64,8 @@ def influence(
     if not isinstance(fisher, Metric):
         advice = "Make one with nm.fisher_kronecker(model, train)."
         raise TypeError(message("fisher", "a metric such as nm.KroneckerFisher", type(fisher).__name__, advice))
+    if isinstance(fisher, StoredMetric):
+        check_weights(fisher.provenance, model, "fisher")
     damping, metric = finite_number(damping, "damping"), fisher.mean
     queries: list[Tensor] = []
     _take_gradients(model, test, metric, queries.append, LoopOptions(), options)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
+from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import plain_name
-from neuromanifold.results import DiagonalFisher
+from neuromanifold.results import DiagonalFisher, Provenance
 
 RESULT = "a result of the same parameters as the model's"
 _SHOWN = 3  # differences that a message lists
+_FINGERPRINTED = 1024  # numbers of each parameter, as in a result's provenance
 _ADVICE = "Make one with nm.fisher_diagonal(model, data), or read one with nm.load."
 
 
@@ -91,6 +93,17 @@ def matched_shapes(
     if wrong:
         raise ValueError(message(argument, expected, first_of(wrong), advice))
     return found
+
+
+def check_weights(provenance: Provenance, model: nn.Module, argument: str) -> None:
+    """Raise if a result was made at other weights than the model has now, where that is known."""
+    named = {plain_name(name): value for name, value in model.named_parameters()}
+    chosen = [(name, named[name]) for name in provenance.granularity if name in named]
+    if not provenance.weights or len(chosen) < len(provenance.granularity):
+        return
+    if fingerprint(*chosen, most=_FINGERPRINTED) != provenance.weights:
+        advice = "Compute it again at these weights, or restore those that it was made at."
+        raise ValueError(message(argument, "a result at the model's present weights", "one of other weights", advice))
 
 
 def first_of(differences: Sequence[str]) -> str:

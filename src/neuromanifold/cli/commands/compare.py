@@ -81,7 +81,8 @@ def _distance(a: DiagonalFisher, b: DiagonalFisher, metric: str) -> str:
 
 def _means(result: DiagonalFisher, names: Sequence[str]) -> DiagonalFisher:
     """Return some parameters of a result, with means over the samples in place of sums."""
-    sums, noise = (
-        {name: part[name] / result.count for name in names if name in part} for part in (result.sums, result.noise)
+    sums, noise, noiseless = (
+        {name: part[name] / result.count for name in names if name in part}
+        for part in (result.sums, result.noise, result.noiseless)
     )
-    return replace(result, sums=sums, noise=noise, reduction="sum")
+    return replace(result, sums=sums, noise=noise, noiseless=noiseless, reduction="sum")

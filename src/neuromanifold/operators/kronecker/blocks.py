@@ -179,7 +179,10 @@ def product_block(
 
 
 def eigenvectors(factor: Tensor) -> Eigenvectors:
-    """Return the eigenvectors [G, d, d] of a factor, None of a diagonal one, and its eigenvalues [G, d]."""
+    """Return the eigenvectors [G, d, d] of a factor, None of a diagonal one, and its eigenvalues [G, d].
+
+    Of a factor, only the lower triangle is read.
+    """
     if factor.ndim == 2:
         return None, factor
     try:

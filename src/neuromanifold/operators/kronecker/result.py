@@ -49,13 +49,13 @@ class KroneckerFisher(StoredMetric):
         count: int,
         provenance: Provenance,
         reduction: Reduction = "mean",
-        weight_sharing: WeightSharing = "expand",
         positions: int = 0,
+        weight_sharing: WeightSharing = "expand",
     ) -> None:
         """`blocks`: sums over samples; together they have each parameter of the layout once."""
         self.blocks = {block.names[0]: block for block in blocks}
-        self.weight_sharing, self.positions = weight_sharing, positions
-        super().__init__(blocks[0].eigenvalues, layout, count, provenance, reduction)
+        self.weight_sharing = weight_sharing
+        super().__init__(blocks[0].eigenvalues, layout, count, provenance, reduction, positions)
 
     @property
     def corrected(self) -> bool:
@@ -79,7 +79,7 @@ class KroneckerFisher(StoredMetric):
             raise ValueError(message("name", f"one of {list(layers)[:4]} ...", repr(name)))
         kept = ParameterLayout({parameter: self.layout.shapes[parameter] for parameter in layers[name]})
         blocks = [block for block in self.blocks.values() if block.names[0] in kept.shapes]
-        fields = self.count, self.provenance, self.reduction, self.weight_sharing, self.positions
+        fields = self.count, self.provenance, self.reduction, self.positions, self.weight_sharing
         return KroneckerFisher(blocks, kept, *fields)
 
     def dense(self) -> Tensor:
@@ -237,7 +237,7 @@ class KroneckerFisher(StoredMetric):
     ) -> KroneckerFisher:
         count, positions = counts or (self.count, self.positions)
         provenance = provenance or self.provenance
-        return KroneckerFisher(blocks, self.layout, count, provenance, self.reduction, self.weight_sharing, positions)
+        return KroneckerFisher(blocks, self.layout, count, provenance, self.reduction, positions, self.weight_sharing)
 
     def to(self, target: torch.device | torch.dtype | str) -> KroneckerFisher:
         """The result on another device, or in another floating-point type (float32 or float64)."""
@@ -276,7 +276,6 @@ class KroneckerFisher(StoredMetric):
             "blocks": json.dumps(heads),
             "same": json.dumps(again),
             "weight_sharing": self.weight_sharing,
-            "positions": str(self.positions),
         }
         self._save(path, "kronecker", tensors, **more)
 
@@ -294,6 +293,4 @@ def kronecker_from_file(tensors: Mapping[str, Tensor], head: dict[str, Any]) -> 
         values = tuple(tensors[f"{i}/{side}_values"] for side in ("left", "right") if f"{i}/{side}_values" in tensors)
         numbers = values or None, one["terms"], stderr, one["turned"]
         blocks.append(EigenBlock(tuple(one["names"]), one["kind"], tensors[f"{i}/eigenvalues"], left, right, *numbers))
-    layout, count, provenance, reduction = stored_fields(head)
-    more = head["weight_sharing"], int(head["positions"])
-    return KroneckerFisher(blocks, layout, count, provenance, reduction, *more)
+    return KroneckerFisher(blocks, *stored_fields(head), head["weight_sharing"])

@@ -237,7 +237,7 @@ def _result(
     sharing: WeightSharing,
 ) -> KroneckerFisher:
     provenance = make_provenance(problem, settings, counts, options.shard)
-    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, sharing, counts.positions)
+    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, counts.positions, sharing)
 
 
 def _from_factors(
@@ -256,7 +256,11 @@ def _from_factors(
         parts.append((left, right, max(terms, 1.0)))
     if len(parts) == 1:
         return product_block(like, *parts[0], known)
-    return product_block(like, *nearest(parts), 1.0)
+    return product_block(like, *nearest([(_symmetric(left), _symmetric(right), t) for left, right, t in parts]), 1.0)
+
+
+def _symmetric(factor: Tensor) -> Tensor:
+    return factor if factor.ndim == 2 else factor.tril() + factor.tril(-1).mT
 
 
 def _others(names: list[str], tensors: list[nn.Parameter], sums: FactorSums | EigenvalueSums) -> list[EigenBlock]:

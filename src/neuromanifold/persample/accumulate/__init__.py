@@ -10,8 +10,8 @@ KeptForms      the gradients themselves, as they come
 
 from __future__ import annotations
 
-from neuromanifold.persample.accumulate.base import GradientSums, Pass, SharedSums, StatefulSums
-from neuromanifold.persample.accumulate.diagonal import DiagonalSums, Tally
+from neuromanifold.persample.accumulate.base import GradientSums, Pass, SharedSums, StatefulSums, Tally
+from neuromanifold.persample.accumulate.diagonal import DiagonalSums
 from neuromanifold.persample.accumulate.eigenvalues import Basis, EigenvalueSums
 from neuromanifold.persample.accumulate.factors import FactorSums, WeightSharing
 from neuromanifold.persample.accumulate.pairs import FactorShape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -26,6 +27,24 @@ class Pass(NamedTuple):
     more: bool = False  # further passes of the batch follow
     token_noise: float = 0.0
     weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
+
+
+class Tally(NamedTuple):
+    """Numbers of samples: seen and with fourth powers taken, for each parameter; and those of the last batch."""
+
+    seen: list[int]
+    taken: list[int]
+    of_batch: int
+
+    def since(self, before: Tally) -> Tally:
+        """Return the counts that came after `before`."""
+        seen, taken = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], self[:2], strict=True))
+        return Tally(seen, taken, self.of_batch)
+
+    def plus(self, more: Tally) -> Tally:
+        """Return these counts and those of a further batch together."""
+        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(self[:2], more[:2], strict=True))
+        return Tally(seen, taken, more.of_batch)
 
 
 class TakesForms(Protocol):
@@ -97,3 +116,8 @@ def read_back(numbers: Sequence[Tensor | None]) -> list[float]:
 def zero_sums(parameter: Tensor) -> Tensor:
     """Zeros of a parameter's shape on its device, in float32 or better: where squares of gradients are added."""
     return torch.zeros(parameter.shape, dtype=promoted(parameter.dtype), device=parameter.device)
+
+
+def power_of_two_near(rms: float) -> float:
+    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
+    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0

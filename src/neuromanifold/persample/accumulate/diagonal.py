@@ -14,13 +14,13 @@ import functools
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.persample.accumulate.base import Pass, Reducer, read_back, zero_sums
+from neuromanifold.persample.accumulate.base import Pass, Reducer, Tally, power_of_two_near, read_back, zero_sums
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
 from neuromanifold.persample.accumulate.whole import add_whole, root_mean_squares
 from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, SquaredProduct
@@ -35,29 +35,13 @@ _NUMBERS = (  # of its state
 )
 
 
-class Tally(NamedTuple):
-    """Numbers of samples: seen and with fourth powers taken, for each parameter; and those of the last batch."""
-
-    seen: list[int]
-    taken: list[int]
-    of_batch: int
-
-    def since(self, before: Tally) -> Tally:
-        """Return the counts that came after `before`."""
-        seen, taken = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], self[:2], strict=True))
-        return Tally(seen, taken, self.of_batch)
-
-    def plus(self, more: Tally) -> Tally:
-        """Return these counts and those of a further batch together."""
-        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(self[:2], more[:2], strict=True))
-        return Tally(seen, taken, more.of_batch)
-
-
 class DiagonalSums:
     """Σ g² for each entry, and Σ c g⁴ for its error bar, in float32 or better whatever the model's precision.
 
     Fourth powers of small numbers underflow, so they are kept in units of a power of two near the root mean square of
     each parameter's first gradient; `noise` takes the unit out again.
+
+    Beside fourth powers, squares that are not random have sums of their own: intervals are about the rest.
     """
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool | Literal["rows"], alike: bool = True) -> None:
@@ -70,9 +54,10 @@ class DiagonalSums:
         self.kept, self._keeps, self._alike = fourth_powers, bool(fourth_powers), alike
         self._by_row = [fourth_powers == "rows" and parameter.ndim > 1 for parameter in parameters]
         self._squares: list[Tensor | None] = [None] * count  # allocated when first needed, as .grad is
+        self._noiseless: list[Tensor | None] = [None] * count
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
-        self._small = SmallSums()
+        self._small = SmallSums(apart=self._keeps)
         self._products: dict[int, SquaredProduct] = {}  # sums over the passes of a batch
         self._sizes: dict[int, Tensor] = {}  # root mean squares, read back between batches
         self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
@@ -107,7 +92,7 @@ class DiagonalSums:
             return
         values = [g for i in used if (g := gradients[i]) is not None]
         if not self._keeps or not made_by.noise:
-            add_whole(values, [Accumulators(self._square(i), scale=made_by.scale) for i in used])
+            add_whole(values, [Accumulators(self._square(i, made_by.noise), scale=made_by.scale) for i in used])
             return
         look = self._look(values[0].device)
         if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
@@ -134,7 +119,6 @@ class DiagonalSums:
                 self._products[i] = SquaredProduct.of(form, promoted(self._parameters[i].dtype))
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
             return
-        squares = self._square(i)
         self._of_batch = form.samples
         random = self._keeps and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
         self._seen[i] += form.samples if random else 0
@@ -143,7 +127,7 @@ class DiagonalSums:
         first = not (self._taken[i] or i in self._elsewhere)
         takes = self._takes or not form.thins or first or self._sparse[i]
         if not (takes and random):
-            form.add_squares(Accumulators(squares, scale=made_by.scale))
+            form.add_squares(Accumulators(self._square(i, made_by.sample_noise), scale=made_by.scale))
             return
         self._taken[i] += form.samples
         look = self._look(form.device)
@@ -229,7 +213,7 @@ class DiagonalSums:
         """Return all sums and counters, between batches."""
         small, values = self._small.state()
         tensors = {f"small.{name}": value for name, value in small.items()}
-        for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
+        for kind, kept in self._sums.items():
             tensors |= {f"{kind}.{i}": value for i, value in enumerate(kept) if value is not None}
         return tensors, {"small": values, **{name: getattr(self, name) for name in _NUMBERS}}
 
@@ -238,7 +222,7 @@ class DiagonalSums:
         devices = [parameter.device for parameter in self._parameters]
         small = {name.removeprefix("small."): value for name, value in tensors.items() if name.startswith("small.")}
         self._small.set_state(small, values["small"], devices)
-        for kind, kept in (("squares", self._squares), ("fourths", self._fourths)):
+        for kind, kept in self._sums.items():
             found = (tensors.get(f"{kind}.{i}") for i in range(len(devices)))
             kept[:] = [None if t is None else t.to(device, copy=True) for t, device in zip(found, devices, strict=True)]
         for name in _NUMBERS:
@@ -252,8 +236,9 @@ class DiagonalSums:
             largest = max(unit, self._units[i])
             for sums in (self, other):
                 sums._change_unit(i, largest)
-            if (squares := other._squares[i]) is not None:
-                self._square(i).add_(squares)
+            for squares, noise in ((other._squares[i], 1.0), (other._noiseless[i], 0.0)):
+                if squares is not None:
+                    self._square(i, noise).add_(squares)
             if (fourths := other._fourths[i]) is not None:
                 self._fourth_powers(i).add_(fourths)
         self._small.merge(other._small)
@@ -265,13 +250,13 @@ class DiagonalSums:
 
     def reduce(self, processes: Reducer) -> None:
         """Add up the sums of all processes, one parameter after the other, in place; small ones together."""
-        kept = {"squares": self._squares, "fourths": self._fourths}
-        has = {kind: [i for i, value in enumerate(values) if value is not None] for kind, values in kept.items()}
+        has = {kind: [i for i, value in enumerate(kept) if value is not None] for kind, kept in self._sums.items()}
         numbers = {"seen": self._seen, "taken": self._taken, "units": self._units, "batches": self._batches}
         of_all = processes.gather("sums", {**has, **numbers})
         for i, units in enumerate(zip(*(one["units"] for one in of_all), strict=True)):
             self._change_unit(i, max(units))
-        for kind, sums in (("squares", self._square), ("fourths", self._fourth_powers)):
+        noiseless = functools.partial(self._square, noise=0.0)
+        for kind, sums in (("squares", self._square), ("noiseless", noiseless), ("fourths", self._fourth_powers)):
             for i in sorted({i for one in of_all for i in one[kind]}):
                 processes.add(sums(i))
         self._small.reduce(processes, self._parameters)
@@ -322,11 +307,18 @@ class DiagonalSums:
         """The sums of a weight's rows where these have the error bars."""
         return square.flatten(1).sum(1) if self._by_row[i] else square
 
-    def _square(self, i: int) -> Tensor:
-        kept = self._squares[i]
+    def _square(self, i: int, noise: float = 1.0) -> Tensor:
+        """The sum for squares of which c is known."""
+        apart = self._keeps and not noise and not self._by_row[i]
+        sums = self._noiseless if apart else self._squares
+        kept = sums[i]
         if kept is None:
-            kept = self._squares[i] = zero_sums(self._parameters[i])
+            kept = sums[i] = zero_sums(self._parameters[i])
         return kept
+
+    @property
+    def _sums(self) -> dict[str, list[Tensor | None]]:
+        return {"squares": self._squares, "noiseless": self._noiseless, "fourths": self._fourths}
 
     def end_pass(self) -> None:
         """Square the gradients of small parameters, all together."""
@@ -341,16 +333,25 @@ class DiagonalSums:
         self._small.flush()
 
     def _add_product(self, i: int, product: SquaredProduct) -> None:
-        self.add_samples(i, product, Pass(sample_noise=1.0))
+        self.add_samples(i, product, Pass(sample_noise=float(product.random)))
 
     @property
     def squares(self) -> list[Tensor]:
         """Σ g² of each parameter, zero for one without any gradient."""
-        small, found = self._small.squares(), []
-        for i, square in enumerate(self._squares):
-            both = square + small[i] if square is not None and i in small else small.get(i, square)
-            found.append(zero_sums(self._parameters[i]) if both is None else both)
-        return found
+        small, sums = self._small.squares(), zip(self._squares, self._noiseless, strict=True)
+        found = [_added(*parts, small.get(i)) for i, parts in enumerate(sums)]
+        return [zero_sums(p) if one is None else one for p, one in zip(self._parameters, found, strict=True)]
+
+    @property
+    def noiseless(self) -> list[Tensor]:
+        """The part of Σ g² in which nothing is random, of each parameter; none if the rest is not random either."""
+        small = self._small.noiseless()
+        found = [_added(one, small.get(i)) for i, one in enumerate(self._noiseless)]
+        random = self._small.fourths() or any(fourth is not None for fourth in self._fourths)
+        if not random or all(part is None for part in found):
+            return []
+        zeros = (zero_sums(p.new_empty(())).expand(p.shape) for p in self._parameters)
+        return [zero if part is None else part for part, zero in zip(found, zeros, strict=True)]
 
     def relative_error(self) -> float | None:
         """Return Σ stderr / Σ F so far; None while F is zero."""
@@ -388,12 +389,12 @@ class DiagonalSums:
         return found
 
 
+def _added(*parts: Tensor | None) -> Tensor | None:
+    """The sum of those that there are."""
+    return functools.reduce(lambda a, b: b if a is None else a if b is None else a + b, parts)
+
+
 @functools.lru_cache(maxsize=16)
 def _chosen(group: int) -> int:
     """Return which batch of a group has its fourth powers taken."""
     return random.Random(group).randrange(_ONE_IN)
-
-
-def power_of_two_near(rms: float) -> float:
-    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
-    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0

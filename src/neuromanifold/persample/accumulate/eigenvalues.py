@@ -61,6 +61,12 @@ class Rotated(Form):
         return self.inner.product_pieces()
 
     def _rotated(self, start: int, stop: int) -> Product:
+        if self.basis.right is not None:
+            with_ones = self.basis.shape.bias is not None and not self.basis.shape.turned
+            matrix, constant = _rows_of(self.basis.right, with_ones)
+            known = self.inner.product_with(start, stop, matrix, constant)
+            if known is not None:
+                return _product(self.basis, _turn_left(known, self.basis), known.right)
         product = self.inner.product_of(start, stop)
         assert product is not None
         return _product(self.basis, _turn_left(product, self.basis), _turn_right(product, self.basis))
@@ -204,9 +210,14 @@ def _turn(values: Tensor, basis: Tensor | None, with_ones: bool = False) -> Tens
     values = values.to(basis.dtype)
     if values.ndim == 4:
         return values @ basis[:, :-1] + basis[:, -1:] if with_ones else values @ basis
-    turned = values.flatten(0, 1)
-    turned = torch.addmm(basis[0, -1], turned, basis[0, :-1]) if with_ones else turned @ basis[0]
+    turned, (matrix, constant) = values.flatten(0, 1), _rows_of(basis, with_ones)
+    turned = turned @ matrix if constant is None else torch.addmm(constant, turned, matrix)
     return turned.view(*values.shape[:2], -1)
+
+
+def _rows_of(basis: Tensor, with_ones: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the eigenvectors of a single group, the entry of the bias apart."""
+    return (basis[0, :-1], basis[0, -1]) if with_ones else (basis[0], None)
 
 
 def _product(basis: Basis, left: Tensor, right: Tensor) -> Product:

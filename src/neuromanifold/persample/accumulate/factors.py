@@ -76,17 +76,13 @@ class FactorSums:
         """Inputs of the batch by their place in memory, with the factors that they belong to."""
         self._wrong: dict[int, Tensor] = {}  # whether a bias's gradient was not that of the weight's outputs
         self._batches = 0
-        self._whole: dict[int, Tensor] = {}  # factors with both triangles
 
     def factor(self, name: str) -> Tensor:
-        """Return a factor [G, d, d], or [G, d] of a diagonal one, by f"{weight}.left" and f"{weight}.right".
+        """Return a factor [G, d, d] in its lower triangle, or [G, d] of a diagonal one, by f"{weight}.left", ".right".
 
         Layers with the same inputs, such as queries, keys and values, have one in common.
         """
-        factor = self._factors[name]
-        if id(factor) not in self._whole:
-            self._whole[id(factor)] = factor if factor.ndim == 2 else factor.tril() + factor.tril(-1).mT
-        return self._whole[id(factor)]
+        return self._factors[name]
 
     def verify(self) -> None:
         """Raise if a bias turned out not to belong to its weight; waits for a GPU."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import promoted
 from neuromanifold.kernels.values import Accumulators
-from neuromanifold.persample.accumulate.base import Pass, zero_sums
-from neuromanifold.persample.accumulate.diagonal import power_of_two_near
+from neuromanifold.persample.accumulate.base import Pass, power_of_two_near, zero_sums
 from neuromanifold.persample.gradients import Form, root_mean_square
 from neuromanifold.persample.shards import LayerSums, Shards
 

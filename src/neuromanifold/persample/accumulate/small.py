@@ -17,6 +17,7 @@ from neuromanifold.persample.accumulate.base import Reducer, zero_sums
 
 # A parameter with more numbers for all samples together is not small; so many lines are kept before they are merged.
 LIMIT, _LINES = 2**20, 8
+_KINDS = ("squares", "fourths", "noiseless")  # of sums
 _PART = 2**18  # numbers that are raised to the fourth power at a time
 
 
@@ -39,6 +40,7 @@ class _Line:
 
     squares: Tensor
     fourths: Tensor | None = None  # float64, which needs no units
+    noiseless: Tensor | None = None  # the part of `squares` in which nothing is random
 
 
 Columns = tuple[tuple[int, torch.Size], ...]
@@ -48,7 +50,9 @@ Columns = tuple[tuple[int, torch.Size], ...]
 class SmallSums:
     """Σ g² and Σ c g⁴ of small parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
+        """`apart`: squares in which nothing is random have sums of their own, too."""
+        self._apart = apart
         self._waiting: dict[int, _Entry] = {}
         self._lines: dict[Columns, _Line] = {}
         self.moves = 0
@@ -78,19 +82,24 @@ class SmallSums:
         line = self._line(tuple(columns), rows[0], bool(noise))
         values = torch.cat(rows, 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
-        line.squares += squares.sum(0)
+        total = squares.sum(0)
+        line.squares += total
         if noise and line.fourths is not None:
             line.fourths += _sum_of_squares(squares).mul_(noise)
+        elif line.noiseless is not None:
+            line.noiseless += total
 
-    def _line(self, columns: Columns, like: Tensor, fourths: bool) -> _Line:
+    def _line(self, columns: Columns, like: Tensor, random: bool) -> _Line:
         """Return the sums of these parameters, zeros if they are new; too many lines are merged by parameter."""
         if columns not in self._lines and sum(len(known) > 1 for known in self._lines) >= _LINES:
-            self.replace(self.squares(), self.fourths())  # each batch uses other parameters
+            self.replace(self.squares(), self.fourths(), self.noiseless())  # each batch uses other parameters
         if columns not in self._lines:
             self._lines[columns] = _Line(like.new_zeros(sum(shape.numel() for _, shape in columns)))
         line = self._lines[columns]
-        if fourths and line.fourths is None:
+        if random and line.fourths is None:
             line.fourths = torch.zeros_like(line.squares, dtype=torch.float64)
+        if self._apart and not random and line.noiseless is None:
+            line.noiseless = torch.zeros_like(line.squares)
         return line
 
     def forget(self) -> None:
@@ -100,10 +109,9 @@ class SmallSums:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all sums as they are: added up in another order they would be rounded differently."""
         self.flush()
-        tensors = {f"{k}.squares": line.squares for k, line in enumerate(self._lines.values())}
-        fourths = {f"{k}.fourths": line.fourths for k, line in enumerate(self._lines.values())}
+        every = {f"{k}.{kind}": getattr(line, kind) for k, line in enumerate(self._lines.values()) for kind in _KINDS}
         layouts = [[(i, list(shape)) for i, shape in columns] for columns in self._lines]
-        tensors |= {name: value for name, value in fourths.items() if value is not None}
+        tensors = {name: value for name, value in every.items() if value is not None}
         return tensors, {"layouts": layouts, "moves": self.moves}
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any], devices: Sequence[torch.device]) -> None:
@@ -111,30 +119,28 @@ class SmallSums:
         self._waiting, self._lines, self.moves = {}, {}, values["moves"]
         for k, entries in enumerate(values["layouts"]):
             columns = tuple((i, torch.Size(shape)) for i, shape in entries)
-            squares, fourths = (tensors.get(f"{k}.{kind}") for kind in ("squares", "fourths"))
-            assert squares is not None
-            device = devices[columns[0][0]]
-            fourths = None if fourths is None else fourths.to(device, copy=True)
-            self._lines[columns] = _Line(squares.to(device, copy=True), fourths)
+            device, found = devices[columns[0][0]], {kind: tensors.get(f"{k}.{kind}") for kind in _KINDS}
+            copied = {kind: t.to(device, copy=True) for kind, t in found.items() if t is not None}
+            self._lines[columns] = _Line(**copied)
 
-    def replace(self, squares: dict[int, Tensor], fourths: dict[int, Tensor]) -> None:
+    def replace(self, squares: dict[int, Tensor], fourths: dict[int, Tensor], noiseless: dict[int, Tensor]) -> None:
         """Take these sums, by parameter, in place of all that there are."""
         self._waiting, self.moves = {}, self.moves + 1
+        others = {"fourths": fourths, "noiseless": noiseless}
         self._lines = {
-            ((i, value.shape),): _Line(value.flatten(), fourths[i].flatten() if i in fourths else None)
+            ((i, value.shape),): _Line(value.flatten(), **{k: of[i].flatten() for k, of in others.items() if i in of})
             for i, value in squares.items()
         }
 
     def merge(self, other: SmallSums) -> None:
         """Add the sums of other batches."""
-        squares, fourths = _added(self.squares(), other.squares()), _added(self.fourths(), other.fourths())
-        self.replace(squares, fourths)
+        self.replace(**{kind: _added(getattr(self, kind)(), getattr(other, kind)()) for kind in _KINDS})
 
     def reduce(self, processes: Reducer, parameters: Sequence[Tensor]) -> None:
         """Add up the sums of all processes, many parameters in one message."""
-        both = {"squares": self.squares(), "fourths": self.fourths()}
-        of_all = processes.gather("small sums", {kind: sorted(found) for kind, found in both.items()})
-        for kind, found in both.items():
+        sums = {kind: getattr(self, kind)() for kind in _KINDS}
+        of_all = processes.gather("small sums", {kind: sorted(found) for kind, found in sums.items()})
+        for kind, found in sums.items():
             for i in sorted({i for one in of_all for i in one[kind]}):
                 zeros = zero_sums(parameters[i])
                 found[i] = found.get(i, zeros).to(torch.float64 if kind == "fourths" else zeros.dtype)
@@ -144,19 +150,30 @@ class SmallSums:
                 processes.add(line)
                 parts = torch.split(line, [value.numel() for value in some.values()])
                 found.update({i: part.view(some[i].shape) for i, part in zip(some, parts, strict=True)})
-        self.replace(**both)
+        self.replace(**sums)
 
     def squares(self) -> dict[int, Tensor]:
         """Return Σ g² of each parameter with a gradient so far."""
-        self.flush()
-        return _by_parameter({columns: line.squares for columns, line in self._lines.items()})
+        return self._by_parameter("squares")
 
     def fourths(self) -> dict[int, Tensor]:
         """Return Σ c g⁴ of each parameter with a random gradient so far."""
+        return self._by_parameter("fourths")
+
+    def noiseless(self) -> dict[int, Tensor]:
+        """Return the part of Σ g² in which nothing is random, of each parameter with such a part."""
+        return self._by_parameter("noiseless")
+
+    def _by_parameter(self, kind: str) -> dict[int, Tensor]:
+        """Return sums of each parameter, added over lines, as new tensors."""
         self.flush()
-        return _by_parameter(
-            {columns: line.fourths for columns, line in self._lines.items() if line.fourths is not None}
-        )
+        found: dict[int, Tensor] = {}
+        for columns, line in self._lines.items():
+            if (sums := getattr(line, kind)) is not None:
+                parts = torch.split(sums, [shape.numel() for _, shape in columns])
+                for (i, shape), part in zip(columns, parts, strict=True):
+                    found[i] = found[i] + part.view(shape) if i in found else part.view(shape).clone()
+        return found
 
 
 def _tensor_version(values: Tensor) -> int:
@@ -176,12 +193,3 @@ def _sum_of_squares(values: Tensor) -> Tensor:
 def _added(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[int, Tensor]:
     """Return the sums of two mappings, of which either may have further entries."""
     return {**a, **b, **{i: a[i] + b[i] for i in a.keys() & b.keys()}}
-
-
-def _by_parameter(lines: dict[Columns, Tensor]) -> dict[int, Tensor]:
-    """Return the sums of each parameter, added over lines, as new tensors."""
-    found: dict[int, Tensor] = {}
-    for columns, line in lines.items():
-        for (i, shape), part in zip(columns, torch.split(line, [shape.numel() for _, shape in columns]), strict=True):
-            found[i] = found[i] + part.view(shape) if i in found else part.view(shape).clone()
-    return found

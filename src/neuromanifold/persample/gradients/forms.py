@@ -64,6 +64,11 @@ class Form(ABC):
         del start, stop
         return None
 
+    def product_with(self, start: int, stop: int, matrix: Tensor, constant: Tensor | None) -> Product | None:
+        """Return `product_of` with right @ matrix + constant for the right side; None where that saves nothing."""
+        del start, stop, matrix, constant
+        return None
+
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
         return ranges(self.samples, self.samples)
@@ -286,6 +291,7 @@ class SquaredProduct(Form):
     unit: Tensor  # a power of two; 0 as long as all have been zero
     shape: torch.Size
     unit_is_known: bool = False  # known to be nonzero; never on a GPU, which would have to be synchronized
+    random: bool = False  # whether a cotangent had a weight
 
     @classmethod
     def of(cls, product: Product, dtype: torch.dtype) -> SquaredProduct:
@@ -309,6 +315,7 @@ class SquaredProduct(Form):
             self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
             readable = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
             self.unit_is_known = readable and bool(self.unit)
+        self.random |= weight > 0
         unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
         scaled = left.to(self.squares.dtype) / (scale * unit)
         if left.ndim == 2 and not weight:

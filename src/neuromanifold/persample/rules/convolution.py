@@ -172,6 +172,24 @@ class Convolution(Form):
         return product
 
     @override
+    def product_with(self, start: int, stop: int, matrix: Tensor, constant: Tensor | None) -> Product | None:
+        """Multiply the windows as a convolution with the columns of the matrix [c·k, m] as filters, on a CPU."""
+        if self.groups > 1 or self.device.type != "cpu":
+            return None
+        slid, fixed = (t[start:stop] for t in self.slid_and_fixed)
+        image = slid.flatten(0, 1).to(matrix.dtype)
+        if image.ndim == 4:
+            image = image.contiguous(memory_format=torch.channels_last)
+        filters, none = matrix.mT.reshape(-1, slid.shape[2], *self.shape[2:]), [0] * len(self.stride)
+        options = self.stride, self.padding, self.dilation, False, none, 1
+        found = torch.convolution(image, filters, constant, *options)
+        for d, size in enumerate(fixed.shape[3:]):  # a transposed one may leave out the last windows
+            found = found.narrow(2 + d, 0, size)
+        right = found.view(*slid.shape[:2], *found.shape[1:])
+        left, right = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (fixed, right))  # [n, m·t, ...]
+        return Product(left, right, self.shape, turned=self.transposed)
+
+    @override
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         return self._pieces_of_windows()
 

@@ -25,19 +25,16 @@ from neuromanifold.core.checks import finite_number, integer_in_range, message, 
 from neuromanifold.operators.jacobian import WithParameters
 from neuromanifold.operators.kronecker import KroneckerFisher
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.model import plain_name
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.uses.laplace.covariance import output_covariances, unlabelled
 from neuromanifold.uses.laplace.curvature import Block, Curvature, curvature_of, shapes_of
-from neuromanifold.uses.matching import RESULT, matched_shapes
+from neuromanifold.uses.matching import RESULT, check_weights, matched_shapes
 
 Method = Literal["probit", "linearised", "sampled"]
 _KNOWN: dict[str, type[Core]] = {"Categorical": Categorical, "Bernoulli": Bernoulli, "Gaussian": Gaussian}
-_FINGERPRINTED = 1024  # numbers of each parameter, as in a result's provenance
 
 
 class Prediction(NamedTuple):
@@ -120,7 +117,7 @@ class Laplace:
         """
         one_of(method, "method", "probit", "linearised", "sampled")
         samples, seed = integer_in_range(samples, "samples", 1, 10**9, "draws"), random_seed(seed)
-        self._check_weights()
+        check_weights(self._fim.provenance, self.model, "fim")
         if method == "sampled":
             found = list(self._sampled(data, samples, seed, reading))
         else:
@@ -134,7 +131,7 @@ class Laplace:
 
         The data are those that N counts, with labels; an error says if their number is another one.
         """
-        self._check_weights()
+        check_weights(self._fim.provenance, self.model, "fim")
         problem, total, samples = self._problem(data, reading), 0.0, 0
         with problem.session():
             for batch in problem.batches():
@@ -159,7 +156,7 @@ class Laplace:
         decreases, so that there is one solution, and it is the maximum.  No pass over the data is needed.
         """
         one_of(scope, "scope", "model", "tensor")
-        self._check_weights()
+        check_weights(self._fim.provenance, self.model, "fim")
         blocks, found = list(self.curvature.blocks), dict[str, float]()
         for group in [blocks] if scope == "model" else [[block] for block in blocks]:
             names = [name for block in group for name in block]
@@ -302,16 +299,7 @@ class Laplace:
             raise ValueError(message("fim", "a result that was not scaled", f"one multiplied by {p.scale:g}", advice))
         if p.target.startswith("not a Fisher"):
             raise ValueError(message("fim", "a Fisher information", f"{p.estimator}: {p.target}"))
-        self._check_weights()
-
-    def _check_weights(self) -> None:
-        p, named = self._fim.provenance, {plain_name(n): value for n, value in self.model.named_parameters()}
-        chosen = [(name, named[name]) for name in p.granularity if name in named]
-        if not p.weights or len(chosen) < len(p.granularity):
-            return
-        if fingerprint(*chosen, most=_FINGERPRINTED) != p.weights:
-            advice = "Compute it again at these weights, or restore those that it was made at."
-            raise ValueError(message("fim", "a result at the model's present weights", "one of other weights", advice))
+        check_weights(self._fim.provenance, self.model, "fim")
 
 
 def log_likelihood(core: Core, labels: Tensor) -> Tensor:
