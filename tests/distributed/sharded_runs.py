@@ -47,7 +47,7 @@ def network() -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """A use of a parameter that no rule covers: its own square."""
+    """Uses of parameters that no rule covers: sums of the first entries, a product with itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,13 +55,29 @@ class Scaled(nn.Module):
         self.matrix = nn.Parameter(torch.randn(7, 7))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x @ (self.matrix @ self.matrix).tanh() * self.scale.square()
+        found: Tensor = x @ (self.matrix @ self.matrix).tanh() * self.scale.cumsum(0)
         return found
 
 
 def without_rules() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), Scaled(), nn.Tanh(), nn.Linear(7, 5))
+
+
+class Squared(nn.Module):
+    """A function of each entry of a parameter, whose values FSDP frees after the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.square()
+
+
+def with_squares() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), Squared(), nn.Tanh(), nn.Linear(7, 5))
 
 
 def compare(
@@ -198,6 +214,10 @@ def kinds(rank: int) -> None:
         kept(data[0][0])
     assert not all(hasattr(p, "placements") for p in kept.parameters())  # FSDP keeps them whole for the next pass
     compare(nm.fisher_diagonal(kept, data).gathered(), expected)
+    squares = nm.fisher_diagonal(with_squares(), data, nm.Exact(), distributed=False)
+    model = with_squares()
+    found = nm.fisher_diagonal(shard(model, [model[1]]), data, nm.Exact()).gathered()
+    assert squares.compare(found).relmae < 1e-5
     columns = divided(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
     compare(nm.fisher_diagonal(columns, data).gathered(), expected)
     low = nm.fisher_diagonal(divided(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data).gathered()

@@ -269,6 +269,8 @@ def broadcast_sites(
 ) -> list[BroadcastSite] | None:
     """Return where a node's result is broadcast over the batch; None if one of its uses is not supported."""
     found: list[BroadcastSite] = []
+    variable = getattr(node, "variable", None)
+    freed = variable is not None and variable.numel() and not variable.untyped_storage().nbytes()  # by FSDP2
     waiting: list[tuple[Node, tuple[Step, ...]]] = [(node, ())]
     while waiting:
         below, path = waiting.pop()
@@ -281,7 +283,7 @@ def broadcast_sites(
                 found.append(site)
                 continue
             arriving = shape_of(path[0].node) if path else shape
-            step = Step(user) if user.name() in _STRUCTURAL else _pointwise(user, i, arriving)
+            step = Step(user) if user.name() in _STRUCTURAL else None if freed else _pointwise(user, i, arriving)
             if step is None:
                 return None
             waiting.append((user, (step, *path)))
