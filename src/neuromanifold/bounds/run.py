@@ -28,13 +28,11 @@ from neuromanifold.core.checks import check_reduction, integer_in_range, message
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.settings import Settings
 

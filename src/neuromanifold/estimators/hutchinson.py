@@ -213,12 +213,12 @@ class Hutchinson(Estimator):
         """The same with independent probes: the more of them, the smaller are cross terms between samples."""
         return replace(self, orthogonal=False)
 
-    @property
+    @functools.cached_property
     def _eigenpairs(self) -> int:
         """`deflate` as the number that it is once the estimator is made."""
         return self.deflate or 0
 
-    @property
+    @functools.cached_property
     def _together(self) -> bool:
         """Whether the probes of a distribution depend on each other."""
         return self.orthogonal and self.probes > 1

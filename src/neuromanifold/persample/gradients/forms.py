@@ -149,10 +149,13 @@ class Product(Form):
         """Return Σ_n c_n g_n by one product over all samples and positions."""
         total: Tensor | None = None
         for start, stop in ranges(self.samples, tile_size(self.device) // max(1, self.left[:1].numel())):
-            left, right = self.left[start:stop].to(weights.dtype), self.right[start:stop].to(weights.dtype)
-            left = left * weights[start:stop].view(-1, *[1] * (left.ndim - 1))
+            scaled = self.left[start:stop] * weights[start:stop].view(-1, *[1] * (self.left.ndim - 1))
+            left, right = scaled.to(weights.dtype), self.right[start:stop].to(weights.dtype)
             left, right = (t.movedim(0, -3).flatten(-3, -2) for t in (left, right))  # [G, n·t, o]
-            total = left.mT @ right if total is None else total.add_(left.mT @ right)
+            if total is None:
+                total = left.mT @ right
+            else:
+                (total.addmm_ if total.ndim == 2 else total.baddbmm_)(left.mT, right)
         if total is None:
             return torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
         return total.view(self.shape)
@@ -169,14 +172,15 @@ class Product(Form):
         if not to.takes_rows(outs):
             super().add_squares(to)
             return
-        dtype, flat = to.squares.dtype, to.view(outs, ins)
+        dtype, factor, flat = to.squares.dtype, to.factor, to.view(outs, ins)
         if self.single and sums_wider(self.left, self.right):
             add_rounded_squares(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
         elif self.single:
-            step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
-            for start, stop in ranges(self.samples, step):
-                left, right = self.left[start:stop, 0].to(dtype), self.right[start:stop, 0].to(dtype)
-                squares = left.square() if to.factor == 1.0 else (left * to.factor).square_()
+            step = max(1, ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
+            for start in range(0, self.samples, step):
+                part = slice(start, start + step)
+                left, right = self.left[part, 0].to(dtype), self.right[part, 0].to(dtype)
+                squares = left.square() if factor == 1.0 else (left * factor).square_()
                 add_product_of_squares(squares, None, right, flat)
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
