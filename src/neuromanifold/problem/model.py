@@ -112,6 +112,14 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(kind) and any(isinstance(module, kind) for module in model.modules())
 
 
+def reshard(model: nn.Module) -> None:
+    """Divide again what FSDP2 has left whole, such as the root module's parameters after a forward pass alone."""
+    kind = _loaded_class("torch.distributed.fsdp", "FSDPModule")
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.reshard()
+
+
 def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards: bool = False) -> None:
     """Refuse parameters of which this process has only a part, or none: their gradients would be wrong, or missing.
 
