@@ -16,7 +16,7 @@ with engine.attached():
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -100,14 +100,9 @@ class PerSampleGradients:
         """Whether the next forward pass is to be verified, against the gradients of one without hooks."""
         return self._any("needs reference", self._requested or _is_due(self._batches) or self.every_batch)
 
-    def reference(self, logits: Tensor, restore: Callable[[], bool] | None = None) -> Reference:
-        """Differentiate the logits of a forward pass without hooks; its graph is freed.
-
-        `restore` puts the model back into the state before, and says whether it was another (`model_states`).
-        """
-        found = Reference.of(logits, self.parameters, self._shards)
-        self.carries_state |= restore is not None and restore()
-        return found
+    def reference(self, logits: Tensor) -> Reference:
+        """Differentiate the logits of a forward pass without hooks; its graph is freed."""
+        return Reference.of(logits, self.parameters, self._shards)
 
     def capturing(self) -> AbstractContextManager[None]:
         """Capture the calls of modules with a rule inside."""

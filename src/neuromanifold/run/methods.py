@@ -354,8 +354,9 @@ def captured_forward(
         if engine.needs_reference and reference is None:
             restore = restore or model_states(problem.model)
             outputs = problem.evaluate(batch, estimator)
-            reference = engine.reference(outputs.logits, restore)
+            reference = engine.reference(outputs.logits)
             del outputs
+            engine.carries_state |= restore()
         try:
             with engine.capturing():
                 outputs = problem.evaluate(batch, estimator)
