@@ -238,6 +238,10 @@ def check_model_source(source: str) -> None:
     if "config.json" not in inside:
         got = f"{source} with {', '.join(inside[:6]) or 'nothing'}"
         advice = "model.save_pretrained(folder) writes such a folder; any other module goes by module:function."
+        if "adapter_config.json" in inside:
+            advice = (
+                f"It is an adapter: name the model that it belongs to, and adapter={source!r} (--adapter {source})."
+            )
         raise LoadError(message("model", "a folder with config.json and *.safetensors", got, advice))
     if not any(name.endswith(".safetensors") for name in inside):
         pickles = [name for name in inside if name.endswith(_PICKLES)]

@@ -66,7 +66,8 @@ class RepeatedBatches:
 
     def _is_same_object(self, number: int, item: object) -> bool:
         """Whether these are the very tensors of before, unchanged: spares a GPU being waited for."""
-        now, before = tensors_in(item), self._devices[number]
+        before = self._devices[number]
+        now = tensors_in(item) if before else []
         return len(now) == len(before) > 0 and all(
             t is reference() and t._version == version for t, (reference, version) in zip(now, before, strict=True)
         )

@@ -124,7 +124,7 @@ class Product(Form):
     left: Tensor
     right: Tensor
     shape: torch.Size = field(default_factory=torch.Size)
-    turned: bool = False  # gradients of outputs are on the right, as of a weight stored as [i, o]
+    turned: bool = False  #: gradients of outputs are on the right, as of a weight stored as [i, o]
 
     def __post_init__(self) -> None:
         self.samples, self.device = self.left.shape[0], self.left.device
@@ -223,8 +223,8 @@ class Product(Form):
 class Rows(Form):
     """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
 
-    values: Tensor  # [n, t, d]
-    ids: Tensor  # [n, t]
+    values: Tensor  #: [n, t, d]
+    ids: Tensor  #: [n, t]
     rows: int
     thins: ClassVar[bool] = False
 

@@ -15,11 +15,11 @@ def add_squares_of_rank_one(left: Tensor, right: Tensor, to: Accumulators, numbe
     the error as rounding l and r has made.  Elsewhere all is done in the precision of the sums.
     """
     (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
-    right2 = right.to(dtype).square()
+    factor, right2 = to.factor, right.to(dtype).square()
     step = max(1, numbers // max(1, len(left), ins)) if to.rows is None or len(to.rows) == outs else outs
     for start in range(0, outs, step):
         part = left[:, start : start + step].to(dtype)
-        left2 = part.square() if to.factor == 1.0 else (part * to.factor).square_()
+        left2 = part.square() if factor == 1.0 else (part * factor).square_()
         add_product_of_squares(left2, None, right2, to.narrow(start, start + step) if step < outs else to)
 
 
