@@ -129,11 +129,8 @@ class Product(Form):
     def __post_init__(self) -> None:
         self.samples, self.device = self.left.shape[0], self.left.device
         self.shape = self.shape or torch.Size((self.left.shape[-1], self.right.shape[-1]))
-
-    @property
-    def single(self) -> bool:
+        self.single = self.left.ndim == 3 and self.left.shape[1] == 1
         """Whether each sample has one position: then the square of the product is the product of the squares."""
-        return self.left.ndim == 3 and self.left.shape[1] == 1
 
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
