@@ -32,8 +32,8 @@ from neuromanifold.uses.weights import Weight, attention_outputs, weights_of
 class PruningPlan:
     """Which entries stay, and by how much the loss per sample is predicted to grow without the others."""
 
-    masks: Mapping[str, Tensor]  # bool, by the names of the result: True stays
-    losses: Mapping[str, float]  # ½ Σ F_ii θ_i² over what is pruned
+    masks: Mapping[str, Tensor]  #: bool, by the names of the result: True stays
+    losses: Mapping[str, float]  #: ½ Σ F_ii θ_i² over what is pruned
     tied: Mapping[str, str]
 
     @property

@@ -124,16 +124,13 @@ class Product(Form):
     left: Tensor
     right: Tensor
     shape: torch.Size = field(default_factory=torch.Size)
-    turned: bool = False  # gradients of outputs are on the right, as of a weight stored as [i, o]
+    turned: bool = False  #: gradients of outputs are on the right, as of a weight stored as [i, o]
 
     def __post_init__(self) -> None:
         self.samples, self.device = self.left.shape[0], self.left.device
         self.shape = self.shape or torch.Size((self.left.shape[-1], self.right.shape[-1]))
-
-    @property
-    def single(self) -> bool:
+        self.single = self.left.ndim == 3 and self.left.shape[1] == 1
         """Whether each sample has one position: then the square of the product is the product of the squares."""
-        return self.left.ndim == 3 and self.left.shape[1] == 1
 
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -230,8 +227,8 @@ class Product(Form):
 class Rows(Form):
     """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
 
-    values: Tensor  # [n, t, d]
-    ids: Tensor  # [n, t]
+    values: Tensor  #: [n, t, d]
+    ids: Tensor  #: [n, t]
     rows: int
     thins: ClassVar[bool] = False
 

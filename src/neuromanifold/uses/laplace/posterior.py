@@ -40,8 +40,8 @@ _KNOWN: dict[str, type[Core]] = {"Categorical": Categorical, "Bernoulli": Bernou
 class Prediction(NamedTuple):
     """Mean and variance of y for each output that counts; y is one-hot for classes, so that its mean is p(y | x)."""
 
-    mean: Tensor  # [N, C] probabilities, or [N, D] expected targets
-    variance: Tensor  # [N, C] or [N, D], the noise of the targets included
+    mean: Tensor  #: [N, C] probabilities, or [N, D] expected targets
+    variance: Tensor  #: [N, C] or [N, D], the noise of the targets included
 
 
 class Laplace:
