@@ -102,7 +102,7 @@ class GramMatrix:
         torch.Size([96, 96])
     """
 
-    blocks: Tensor  # [N, r, N, r]: ⟨u_ra J(x_a), u_sb J(x_b)⟩, samples in the order of the data
+    blocks: Tensor  #: [N, r, N, r]: ⟨u_ra J(x_a), u_sb J(x_b)⟩, samples in the order of the data
     count: int
     provenance: Provenance
 

@@ -36,6 +36,7 @@ from neuromanifold.problem.model import (
     forward_signature,
     is_sharded,
     only_argument,
+    reshard,
     select_parameters,
     shifts_labels,
     virtual_tokens,
@@ -86,6 +87,7 @@ class Problem:
         """
         model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
+        reshard(module)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
         check_whole(module, chosen, shards=shards)
         _check_embeddings(module)

@@ -20,7 +20,6 @@ from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.problem import sampler_replicas
 from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.run.checkpoint import CheckpointedRun, identity_of
-from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
 from neuromanifold.run.processes import Processes
 from neuromanifold.run.settings import Distributed, LoopOptions
@@ -30,7 +29,7 @@ _COMPARED = 1024  # numbers of each parameter that processes compare
 
 @dataclass(frozen=True)
 class Dealing:
-    """DealtWindows of batches, by their place in the data: the shard's, and this process's."""
+    """Which windows of batches are of the shard, and which of them this process does, by their place in the data."""
 
     shard: tuple[int, int] = (0, 1)
     window: int = 1
@@ -108,14 +107,13 @@ class Window(NamedTuple):
 class DealtWindows:
     """The windows of this process.  Batches of others are read, too: all have to be what they were."""
 
-    def __init__(
-        self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun, counts: Counts
-    ) -> None:
-        self._items, self._dealing, self._processes = items, dealing, processes
-        self._saved, self._counts = saved, counts
+    def __init__(self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun) -> None:
+        self._items, self._dealing, self._processes, self._saved = items, dealing, processes, saved
         self._chain = Chain(2 * dealing.window * dealing.world)
         self.end = 0
         """The number of the batch after the last one that was read."""
+        self.first = ""
+        """The fingerprint of batch 0 of the data, whichever shard this is."""
 
     def __iter__(self) -> Iterator[Window]:
         """Go through the data."""
@@ -123,7 +121,7 @@ class DealtWindows:
         chained = self._saved.is_kept or self._dealing.compares
         while window := list(islice(self._items, size)):
             if not place:
-                self._counts.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
+                self.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
             numbered = list(enumerate(window, self._dealing.number(place) * size))
             self.end = numbered[-1][0] + 1
             if self._dealing.in_shard(place):

@@ -1,12 +1,12 @@
 """The one loop over data that diagonals, traces, factors and matrices come from.
 
-for window of batches:                                      of this process and shard, without what was done before
+for window of batches:                                      those of this process and shard (dealing.py)
     for batch in window:                                    a single one, but with adaptive passes (windows.py)
-        outputs = forward(batch)                            one forward pass, shared by all probes
+        outputs = forward(batch)                            one forward pass, shared by all probes (methods.py)
         core = likelihood(logits at the positions that count)
         for u in estimator.cotangents(core, labels, generator):
             sums.add(gradients of u)                        one backward pass, squared per sample or per batch
-    write a checkpoint, if it is due; stop, if `rtol` is reached
+    write a checkpoint, if it is due (checkpoint.py); stop, if `rtol` is reached (stopping.py)
 
 A run is shared by the processes of torch.distributed, of which there may be one: at the end, all have the whole.
 """
@@ -62,7 +62,7 @@ def run(
         steps = Steps(method, sums, counts, dealing, options.cuda_graphs)
         saved = CheckpointedRun(options.checkpoint, method, sums, counts)
         saved.resume(processes, options.shard, dealing.own_data)
-        windows = DealtWindows(items, dealing, processes, saved, counts)
+        windows = DealtWindows(items, dealing, processes, saved)
         stopping = Stopping(accuracy, counts, sums, processes, dealing, saved.begins_at)
         reporter = Reporter(options.progress if processes.rank == 0 else False)
         with method.attached(), interrupts.watched():
@@ -77,7 +77,7 @@ def run(
                 if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
                     raise
                 stopping.interrupt()
-        counts.stopped = stopping.reason
+        counts.stopped, counts.first = stopping.reason, windows.first
         windows.compare(ended=not stopping.reason)
         counts = Counts.total(processes.gather("counts", counts.shared()))
         processes.reduce(sums)
@@ -133,8 +133,6 @@ class Steps:
 
     def __call__(self, window: Window) -> None:
         """Do the passes of all batches of a window, and count them."""
-        if not window.items:
-            return
         batches = [self._method.problem.read(item, number) for number, item in window.items]
         for batch, outputs in zip(batches, self._outputs_of(batches), strict=True):
             self._examine(batch, outputs)

@@ -183,7 +183,8 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
         return norms.square_()
-    parts = torch.split(values, max(1, _PART // max(1, values.shape[1])))
+    rows = max(1, _PART // max(1, values.shape[1]))
+    parts = torch.split(values, rows) if len(values) > rows else [values]
     first, *others = [part.double().square_().sum(0) for part in parts]
     return sum(others, first)
 
