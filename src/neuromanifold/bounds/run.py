@@ -65,7 +65,7 @@ def fisher_bounds(
     `actual="exact"` the inner products of all N·C gradients.
 
     Args:
-        model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
+        model: any module whose output is, holds or begins with logits.  It is not changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under "labels".  Prop. 9
             needs labels, the others do not.
         rank: k of the lower bound F^LR(k), 1 to C - 1; Prop. 8 is there for every other rank as well.

@@ -82,7 +82,7 @@ def check(
 
     Says which of them is good enough, which parameters are done per sample or per batch and why, on how many batches
     that was verified against autograd, whether samples influence each other, and whether outputs, labels and data are
-    what they are taken for.  Nothing of the model is changed.  Arguments that are not listed are those of
+    what they are taken for.  The model is not changed.  Arguments that are not listed are those of
     `fisher_diagonal`.
 
     Cost: the exact diagonal takes C - 1 backward passes for each batch of C classes, times the number of output

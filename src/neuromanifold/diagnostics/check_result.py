@@ -16,7 +16,7 @@ GOOD = 0.1  # an entry off by ten per cent on average
 _HEADER = ("estimator", "for F", "passes", "RelMAE", "trace", "rank corr.", "2 s.e.", "time")
 _NOTES = (
     "passes: backward passes for each batch.  RelMAE: mean of |estimate - F|/F over positive entries.",
-    "trace: over that of F.  2 s.e.: share of positive entries that are so near.  time: over forward + backward.",
+    "trace: over that of F.  2 s.e.: share of entries within two standard errors.  time: over forward + backward.",
 )
 
 

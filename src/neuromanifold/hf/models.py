@@ -92,7 +92,7 @@ def load_model(
             the function takes no arguments and returns a module.
         task: text, tokens, image, audio, causal, seq2seq or masked; by default what the config's architecture does.
         adapter: a PEFT adapter, a folder or a name on the hub; only its parameters are then trainable.
-        classes: initialize a classifier of so many classes, with `seed`, where the checkpoint has none.
+        classes: initialize a classifier with this many classes, with `seed`, where the checkpoint has none.
         dtype: float32, float64, bfloat16 or float16; by default float32, or the dtype of the function's module.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         seed: random seed of a new classifier.

@@ -57,7 +57,7 @@ def fisher_operator(
     that are not listed are those of `fisher_diagonal`.
 
     Args:
-        data: batches that can be gone through again and again, the same each time: a list, or a DataLoader that does
+        data: batches that can be iterated over several times, the same each time: a list, or a DataLoader that does
             not shuffle.
         envelope: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.
         estimator: None for M itself; `nm.Empirical()` or `nm.MonteCarlo(k)` for Σ_n g_n g_nᵀ with the scores of given

@@ -24,7 +24,7 @@ class RepeatedBatches:
     def __init__(self, problem: Problem) -> None:
         data = problem.data
         if isinstance(data, Iterator) or (not isinstance(data, Sized) and iter(data) is iter(data)):
-            advice = "It is gone through several times, and a generator is used up after the first. Pass list(data)."
+            advice = "It is iterated over several times, and a generator only once. Pass list(data)."
             raise TypeError(
                 message("data", "a list, a DataLoader or another iterable of batches", "an iterator", advice)
             )

@@ -84,7 +84,7 @@ def fisher_diagonal(
 
     Args:
         model: any module whose output is, holds or begins with logits; or a `function(parameters, *inputs)`, given
-            its `parameters` as a dict of tensors.  Nothing of it is changed.
+            its `parameters` as a dict of tensors.  It is not changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.
         estimator: how; the default `nm.Hutchinson()` is unbiased in one backward pass for each batch.
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.

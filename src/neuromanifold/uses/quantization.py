@@ -229,7 +229,7 @@ def quantization_sensitivity(
 ) -> QuantizationSensitivity:
     """Return ½ Σ F_ii Δ_i² of each weight in each format, with Δ the rounding errors: the KL divergence to expect.
 
-    Nothing of the model changes.
+    The model is not changed.
 
     Args:
         model: whose weights are rounded.

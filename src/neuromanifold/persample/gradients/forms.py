@@ -14,7 +14,7 @@ from typing_extensions import override
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_rounded_squares, sums_wider
+from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_squares_of_rank_one
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
@@ -169,16 +169,9 @@ class Product(Form):
         if not to.takes_rows(outs):
             super().add_squares(to)
             return
-        dtype, factor, flat = to.squares.dtype, to.factor, to.view(outs, ins)
-        if self.single and sums_wider(self.left, self.right):
-            add_rounded_squares(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
-        elif self.single:
-            step = max(1, ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
-            for start in range(0, self.samples, step):
-                part = slice(start, start + step)
-                left, right = self.left[part, 0].to(dtype), self.right[part, 0].to(dtype)
-                squares = left.square() if factor == 1.0 else (left * factor).square_()
-                add_product_of_squares(squares, None, right, flat)
+        flat = to.view(outs, ins)
+        if self.single:
+            add_squares_of_rank_one(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 
@@ -339,7 +332,7 @@ class SquaredProduct(Form):
     @override
     def add_squares(self, to: Accumulators) -> None:
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
-        add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
+        add_product_of_squares(self.squares, self.fourths, right.square_(), to.view(*self.shape))
 
 
 def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:
