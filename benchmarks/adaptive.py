@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--costs", type=float, nargs="+", default=list(COSTS), help="of adaptive passes")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5, help="how often each run is timed")
@@ -278,7 +279,7 @@ def main() -> None:
     else:
         cases = text(options.model, device, options.samples, options.batch, 8)
     for case in cases:
-        write(measure(case, options.seeds, options.turns, device))
+        write(measure(case, options.seeds, options.turns, device, costs=options.costs))
     return None
 
 
