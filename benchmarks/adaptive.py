@@ -190,7 +190,7 @@ def on_a_gpu(options: argparse.Namespace, device: torch.device, write: Callable[
             if name in LARGE:
                 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
                 given = name, options.data / "images.npz", device, options.epochs
-                (case,) = trained_images(*given, *((8, 4) if quick else (4096, 512)))
+                (case,) = trained_images(*given, *((8, 4) if quick else (3072, 512)))
             else:
                 (case,) = packed(options.data / name, device, *((16, 4, 0) if quick else (7168, 448, 6)))
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
