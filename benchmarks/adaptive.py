@@ -257,7 +257,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() and options.what != "digits" else "cpu")
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
-    name = {"text": options.model and options.model.name, "gpu": "cifar"}.get(options.what, options.what)
+    name = {"gpu": "cifar"}.get(options.what, options.what)
+    if options.what == "text":
+        name = options.model.name + ("" if device.type == "cuda" else "-cpu")
     command = f"python benchmarks/adaptive.py {options.what} --batch {options.batch} --samples {options.samples} "
     command += f"--seeds {options.seeds} --turns {options.turns}"
     if options.what == "gpu":
