@@ -14,6 +14,15 @@ def worst_z_score(samples: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.where(constant, torch.where(error < 1e-9, 0.0, math.inf), error / spread).max())
 
 
+def mean_ratios(samples: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Of each sample [n, ...], the mean of found/expected over the entries that are more than rounding errors.
+
+    If all entries are too large by a fifth, it is, too; and it has far less noise than any of them.
+    """
+    large = expected > 1e-9 * expected.amax()
+    return (samples[:, large] / expected[large]).mean(1)
+
+
 def allowed_z_score(entries: int, false_alarms: float = 1e-6) -> float:
     """The |z| that the worst of so many normal entries exceeds with at most this probability (union bound)."""
     return -math.sqrt(2) * float(torch.erfinv(torch.tensor(false_alarms / entries - 1, dtype=torch.float64)))

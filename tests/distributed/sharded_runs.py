@@ -47,7 +47,7 @@ def network() -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """A use of a parameter that no rule covers: its own square."""
+    """Uses of parameters that no rule covers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +55,34 @@ class Scaled(nn.Module):
         self.matrix = nn.Parameter(torch.randn(7, 7))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x @ (self.matrix @ self.matrix).tanh() * self.scale.square()
+        found: Tensor = x @ (self.matrix @ self.matrix).tanh() * self.scale.cumsum(0)
         return found
+
+
+class Squared(nn.Module):
+    """A function of each entry of a parameter, which autograd has saved and FSDP2 frees until the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.square()
+
+
+def freed(_: int) -> None:
+    """Of the whole model it is done per sample, in FSDP2 one sample at a time, to the same sums."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), Squared(), nn.Linear(7, 5))
+
+    data, options = runs.batches(2), {"estimator": nm.Exact()}
+    expected = nm.fisher_diagonal(make(), data, distributed=False, **options)
+    model = make()
+    found = nm.fisher_diagonal(shard(model, middle(model)), data, **options).gathered()
+    for name, value in expected.sums.items():
+        torch.testing.assert_close(found.sums[name], value, rtol=2e-6, atol=1e-12)
 
 
 def without_rules() -> nn.Sequential:
@@ -194,6 +220,10 @@ def kinds(rank: int) -> None:
     kept = divided(reshard_after_forward=False)
     compare(nm.fisher_diagonal(kept, data).gathered(), expected)
     assert all(hasattr(p, "placements") for p in kept.parameters())
+    with torch.no_grad():
+        kept(data[0][0])
+    assert not all(hasattr(p, "placements") for p in kept.parameters())  # FSDP keeps them whole for the next pass
+    compare(nm.fisher_diagonal(kept, data).gathered(), expected)
     columns = divided(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
     compare(nm.fisher_diagonal(columns, data).gathered(), expected)
     low = nm.fisher_diagonal(divided(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data).gathered()

@@ -2,8 +2,12 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from tests import forked
 from tests.distributed import runs, sharded_runs
 from tests.distributed.test_data_parallel import assert_same, load
 
@@ -44,10 +49,32 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(everything, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
 
 
-def test_the_command_on_two_processes(tmp_path: Path) -> None:
+def two_processes(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Two copies of this process with what torchrun tells them: they start at once."""
+
+    def as_rank(rank: int) -> None:
+        os.environ.update({"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "COLUMNS": "120"})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "CUDA_VISIBLE_DEVICES": ""})
+        forked.command(*arguments)()
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        processes = [forked.start(partial(as_rank, rank), out, err) for rank in range(2)]
+        codes = [forked.returncode(process) for process in processes]
+        texts = [file.read() for file in (out, err) if not file.seek(0)]
+    return subprocess.CompletedProcess([], max(map(abs, codes)), *texts)
+
+
+@pytest.mark.parametrize("start", [two_processes, pytest.param(torchrun, marks=pytest.mark.slow)])
+def test_the_command_on_two_processes(
+    start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     names = ["-m", f"{__name__}:model", "-d", f"{__name__}:data"]
     options = ["-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state"]
-    done = torchrun("estimate", *names, *options)
+    done = start("estimate", *names, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Diagonal of the Fisher information") == 1
     assert re.search(r"processes: +2\n", done.stdout)

@@ -21,11 +21,17 @@ def test_two_processes_equal_the_whole_model() -> None:
 
 
 def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one() -> None:
-    values(2, sharded_runs.estimators, 3, True, [*RANDOM, *EXACT, {"estimator": nm.SquaredBatchGradient()}])
+    """Other estimators: slow, with four processes."""
+    others: list[dict[str, Any]] = [{"granularity": "sample"}, {"estimator": nm.SquaredBatchGradient()}]
+    values(2, sharded_runs.estimators, 3, True, [{}, *others])
+
+
+def test_functions_of_parameters_that_are_freed_until_the_backward_pass() -> None:
+    values(2, sharded_runs.freed)
 
 
 def test_fewer_batches_than_processes() -> None:
-    values(4, sharded_runs.estimators, 3, False, [{}, {"estimator": nm.Exact()}])
+    values(3, sharded_runs.estimators, 2, False, [{}, {"estimator": nm.Exact()}])
 
 
 @pytest.mark.slow
@@ -44,11 +50,21 @@ def test_kinds_of_models(world: int) -> None:
     values(world, sharded_runs.models)
 
 
-@pytest.mark.parametrize("estimator", [nm.Hutchinson(), nm.Empirical()], ids=str)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_language_models(world: int, estimator: nm.Estimator) -> None:
+NAMES = ["Llama", "GPT-2", "Mixtral"]
+
+
+@pytest.mark.parametrize(
+    ("world", "estimator", "names"),
+    [
+        (2, nm.Hutchinson(), ["GPT-2", "Mixtral"]),
+        (2, nm.Empirical(), ["Llama"]),
+        *(pytest.param(2, one, NAMES, marks=pytest.mark.slow) for one in (nm.Hutchinson(), nm.Empirical())),
+        *(pytest.param(4, one, NAMES, marks=pytest.mark.slow) for one in (nm.Hutchinson(), nm.Empirical())),
+    ],
+    ids=str,
+)
+def test_language_models(world: int, estimator: nm.Estimator, names: list[str]) -> None:
     """Squared per token above the last attention; a tied head; routed experts, which have no rule."""
-    names = ["Llama", "GPT-2", "Mixtral"]
     values(world, sharded_runs.language, names, {"estimator": estimator}, estimator.needs_labels)
 
 

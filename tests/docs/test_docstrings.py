@@ -35,7 +35,7 @@ def described(thing: Callable[..., object]) -> set[str]:
 def lacking(thing: Callable[..., object], function: bool) -> list[str]:
     """What a docstring does not have that a reader of its page needs."""
     parts = sections(thing)
-    missing = [] if re.fullmatch(r".{20,112}\.", parts["summary"]) else ["a first line that stands alone"]
+    missing = [] if re.fullmatch(r"(?!.*\. ).{20,112}\.", parts["summary"]) else ["a first line that stands alone"]
     missing += [] if "Example" in parts else ["an example"]
     missing += [] if not function or {"Returns", "Raises"} <= parts.keys() else ["what it returns and raises"]
     if function or "Args" in parts:

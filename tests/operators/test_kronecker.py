@@ -537,6 +537,36 @@ def test_what_is_singular_is_named() -> None:
     assert regular.solve(torch.ones(10, dtype=torch.float64)).residual < 1e-10
 
 
+class Experts(nn.Module):
+    """Each sample goes to one of three linear layers; none goes to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [n, 3]."""
+        chosen, found = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().flatten()
+            found = found.index_add(0, rows, expert(x[rows]))
+        return self.head(found)
+
+
+def test_layers_without_samples() -> None:
+    model = Experts().double()
+    found, f = exact(model, [X[:30], X[30:]]), network.reference_matrix(model, lambda m: m(X))
+    assert float(found.trace) == pytest.approx(float(f.trace()))
+    v = torch.ones(found.shape[0], dtype=torch.float64)
+    assert float(found.layer("experts.2").trace) == 0
+    with pytest.raises(ValueError, match=r"eigenvalues of experts\.2\.weight .* are zero"):
+        found.layer("experts.2").solve(v[:20])
+    assert found.solve(v, 1e-3).residual < 1e-10
+    apart = [X[X[:, 0] > 0], X[X[:, 0] <= 0]]  # a layer that has samples in the second batch only
+    with pytest.raises(ValueError, match=r"`gradients of experts\.1\.weight` must be of the same kind in all batches"):
+        exact(model, apart)
+
+
 class Augmented:
     """Data that are others in each pass."""
 

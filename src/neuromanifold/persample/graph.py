@@ -234,15 +234,15 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     for node in used_by:
         name = node.name()
         metadata = node._input_metadata
-        part = [name, tuple(metadata[0].shape) if metadata else ()]
+        part: list[object] = [name, tuple(metadata[0].shape) if metadata else ()]
         if arguments := _arguments_of(type(node)):  # type: ignore[arg-type]
             part += [getattr(node, argument) for argument in arguments]
         if name == "IndexBackward0":
             part += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
         elif name == "ConstantPadNdBackward0":
             part.append(shifted_dims(node))
-        if below := node.next_functions:
-            part += [(numbers.get(other), output) for other, output in below]
+        for below, output in node.next_functions:
+            part += (numbers.get(below), output)
         parts.append(tuple(part))
     return _canonical(samples, tuple(parts))
 
@@ -308,6 +308,9 @@ def _pointwise(node: Node, i: int, arriving: torch.Size) -> Step | None:
     others = (below for k, (below, _) in enumerate(node.next_functions) if k != i)
     if node.name() not in _POINTWISE or shape_of(node) != arriving or any(other is not None for other in others):
         return None
+    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+    if any(isinstance(one, Tensor) and one.numel() and not one.untyped_storage().nbytes() for one in saved):
+        return None  # a whole parameter that FSDP2 has freed until its backward
     metadata = node._input_metadata[0]
     derivative = node(torch.ones(arriving, dtype=metadata.dtype, device=metadata.device))
     return Step(node, derivative if isinstance(derivative, Tensor) else derivative[i])

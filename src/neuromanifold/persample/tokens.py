@@ -66,46 +66,42 @@ def _wrong(
     noise = torch.Generator(logits.device).manual_seed(1)
     cotangent = torch.randn(logits.shape, generator=noise, device=logits.device, dtype=logits.dtype)
     cotangent.mul_(shown[..., None])
-    whole, tokens = _Sums(numbers), _Sums(numbers, hidden=~shown.flatten())
+    whole = _Sums(numbers)
+    tokens = _Sums(numbers, whole, hidden=~shown.flatten())
     for how, sums in ((backward, whole), (backward.with_tokens(keys), tokens)):
         if shards is None:
             how.to_uses(logits, [cotangent], [sums], [Pass()], numbers)
         else:  # the layers' parameters are there only while backward passes them
             with shards.streamed(how.uses.remaining, lambda *_: None):
                 how(logits, cotangent, sums, Pass(), keep_graph=True)
-    found = {i for i in numbers if i in whole.totals and i in tokens.totals}
-    different = {i for i in found if not tokens.agree(whole, i)}
-    return (numbers - found) | different
+    return numbers - {i for i, right in tokens.right.items() if bool(right)}
 
 
 class _Sums:
-    """Σ g of each parameter, the size of its terms, and that of the terms which must be zero."""
+    """Σ g of each parameter; or whether those of tokens are the same, and zero where they must be."""
 
-    def __init__(self, wanted: set[int], hidden: Tensor | None = None) -> None:
-        self._wanted, self._hidden = wanted, hidden
+    def __init__(self, wanted: set[int], whole: _Sums | None = None, hidden: Tensor | None = None) -> None:
+        """`whole`: the sums to compare with, each of which is dropped then; `hidden` tokens have no cotangent."""
+        self._wanted, self._whole, self._hidden = wanted, whole, hidden
         self.totals: dict[int, Tensor] = {}
-        self._sizes: dict[int, Tensor] = {}
-        self._leaks: dict[int, Tensor] = {}
+        self.right: dict[int, Tensor] = {}
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Take the gradients of one parameter; a form with another number of terms cannot be compared."""
         del made_by
         if i not in self._wanted or (self._hidden is not None and form.samples != len(self._hidden)):
             return
-        norms = form.squared_norms(torch.float64)
-        dtype = torch.float64 if norms.device.type == "cpu" else torch.float32
-        self.totals[i] = form.weighted_sum(torch.ones(form.samples, dtype=dtype, device=norms.device))
-        self._sizes[i] = norms.sum().sqrt()
-        if self._hidden is not None:
-            self._leaks[i] = norms[self._hidden].sum()
+        dtype = torch.float64 if form.device.type == "cpu" else torch.float32
+        total = form.weighted_sum(torch.ones(form.samples, dtype=dtype, device=form.device)).flatten()
+        if self._whole is None or self._hidden is None:
+            self.totals[i] = total
+            return
+        whole = self._whole.totals.pop(i, None)
+        if whole is not None and whole.numel() == total.numel():
+            norms = form.squared_norms(dtype).double()
+            difference = torch.linalg.vector_norm(total.sub_(whole))
+            agree = difference <= _TOLERANCE * norms.sum().sqrt()  # the size of the terms
+            self.right[i] = agree & (norms[self._hidden].sum() == 0)
 
     def end_pass(self) -> None:
         """Do nothing: forms are added at once."""
-
-    def agree(self, whole: _Sums, i: int) -> bool:
-        """Return whether these terms are zero where they must be, and have the sum that the others have."""
-        mine, theirs = self.totals[i], whole.totals[i]
-        if not bool(self._leaks[i] == 0) or mine.numel() != theirs.numel():
-            return False
-        difference = torch.linalg.vector_norm(mine.flatten() - theirs.flatten())
-        return bool(difference <= _TOLERANCE * self._sizes[i])

@@ -64,8 +64,9 @@ class Reference:
 
     def union(self, what: str, numbers: Set[int]) -> frozenset[int]:
         """Return the numbers of all processes that have parts of the parameters."""
-        of_all = [list(numbers)] if self.shards is None else self.shards.processes.gather(what, sorted(numbers))
-        return frozenset(i for some in of_all for i in some)
+        if self.shards is None:
+            return frozenset(numbers)
+        return frozenset().union(*self.shards.processes.gather(what, sorted(numbers)))
 
 
 def make_plan(
@@ -293,7 +294,7 @@ class _WeightedSums:
         wanted = self.expected.get(i)
         self.sizes[i] = self.differences[i] = size = _norm(total)
         if wanted is not None:
-            self.differences[i] = _norm(total.sub_(wanted.to(total)), beside=size)
+            self.differences[i] = _norm(total.sub_(wanted.to(total.device)), beside=size)
 
 
 def _norm(values: Tensor, beside: Tensor | None = None) -> Tensor:

@@ -21,9 +21,8 @@ from neuromanifold.operators.kronecker.blocks import EigenBlock, Eigenvectors, K
 from neuromanifold.operators.kronecker.result import KroneckerFisher
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
@@ -177,7 +176,7 @@ def _factors(
 ) -> tuple[list[EigenBlock], Counts]:
     """Return the blocks of one pass over the data, with the eigenvalues of the factors."""
     names, tensors = list(problem.parameters), list(problem.parameters.values())
-    sums = FactorSums(tensors, _biases(names), sharing, *limits)
+    sums = FactorSums(problem.parameters, _biases(names), sharing, *limits)
     counts = run(problem, settings, sums, replace(options, description="Kronecker factors"), method=method)
     sums.verify()
     known: dict[int, Eigenvectors] = {}
@@ -207,7 +206,7 @@ def _eigenvalues(
         shape = FactorShape(i, bias, *block.eigenvalues.shape, block.turned, _KINDS.index(block.kind))  # type: ignore[call-arg]
         bases[i] = Basis(shape, left, right)
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = EigenvalueSums(tensors, bases, max_block, random and error_bars, alike)
+    sums = EigenvalueSums(problem.parameters, bases, max_block, random and error_bars, alike)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
     counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"), method=method)
     squares, noise = sums.diagonal.squares, sums.diagonal.noise(last=True)

@@ -77,27 +77,31 @@ class EigenvalueSums:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
         bases: Mapping[int, Basis],
         max_block: int,
         fourth_powers: bool,
         alike: bool = True,
     ) -> None:
         """`bases`: by the number of the weight; other arguments as for `DiagonalSums`."""
+        self._names = list(parameters)
         self._bases, self._arguments = bases, (parameters, bases, max_block, fourth_powers, alike)
         shapes = {i: basis.shape for i, basis in bases.items()}
         self._shapes = shapes
         self._pairs = PairedForms({i: shape.bias for i, shape in shapes.items() if shape.bias is not None})
-        like = [p.new_empty(()).expand(shapes[i].shape if i in shapes else p.shape) for i, p in enumerate(parameters)]
+        like = [
+            p.new_empty(()).expand(shapes[i].shape if i in shapes else p.shape)
+            for i, p in enumerate(parameters.values())
+        ]
         self.diagonal = DiagonalSums(like, fourth_powers, alike)
-        self.remainder = RemainderSums(parameters, max_block, self.diagonal)
+        self.remainder = RemainderSums(list(parameters.values()), max_block, self.diagonal)
         self._rotated: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         """Inputs of a batch, before and after, by their place in memory and their basis: layers may share both."""
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take the gradients of parameters without a rule, summed over a batch or of one sample."""
-        refuse_late([i for i, g in enumerate(gradients) if g is not None], self._shapes)
+        refuse_late([i for i, g in enumerate(gradients) if g is not None], self._shapes, self._names)
         self.remainder.add(gradients, made_by)
 
     @torch.no_grad()
@@ -111,7 +115,7 @@ class EigenvalueSums:
     def end_pass(self) -> None:
         """Take what has come without a partner."""
         for number, form, *_ in self._pairs.left():
-            raise _other(number, f"a {type(form).__name__} without its weight or bias")
+            raise _other(self._names[number], f"a {type(form).__name__} without its weight or bias")
         self.diagonal.end_pass()
 
     def end_batch(self) -> None:
@@ -163,7 +167,8 @@ class EigenvalueSums:
             self.remainder.add_samples(i, form, made_by)
             return
         if (bias is None) != (basis.shape.bias is None) or not _fits(form, basis.shape):
-            raise _other(i, f"a {type(form).__name__} of shape {list(form.shape)}" + (" with a bias" if bias else ""))
+            got = f"a {type(form).__name__} of shape {list(form.shape)}" + (" with a bias" if bias else "")
+            raise _other(self._names[i], got)
         self.diagonal.add_samples(i, self._rotate(form, basis), made_by)
 
     def _rotate(self, form: Form, basis: Basis) -> Form:
@@ -224,6 +229,6 @@ def _product(basis: Basis, left: Tensor, right: Tensor) -> Product:
     return Product(left, right, basis.shape.shape, basis.shape.turned)
 
 
-def _other(i: int, got: str) -> ValueError:
+def _other(name: str, got: str) -> ValueError:
     advice = "The model treats batches differently, or the basis is of another model."
-    return ValueError(message(f"gradients of parameter {i}", "of the kind that the basis is for", got, advice))
+    return ValueError(message(f"gradients of {name}", "of the kind that the basis is for", got, advice))

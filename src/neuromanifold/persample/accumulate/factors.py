@@ -8,7 +8,7 @@ all others ─► RemainderSums
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -58,18 +58,24 @@ class FactorSums:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], pairs: dict[int, int], sharing: WeightSharing, max_block: int, max_side: int
+        self,
+        parameters: Mapping[str, Tensor],
+        pairs: dict[int, int],
+        sharing: WeightSharing,
+        max_block: int,
+        max_side: int,
     ) -> None:
         """`max_side`: a side with more features than that has a diagonal factor."""
-        self._parameters, self._sharing, self._max_side = parameters, sharing, max_side
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._sharing, self._max_side = sharing, max_side
         self._arguments = parameters, pairs, sharing, max_block, max_side
         self._pairs = PairedForms(pairs)
         self._candidates = pairs
         self.shapes: dict[int, FactorShape] = {}
         self._factors: dict[str, Tensor] = {}  # [G, d, d], lower triangles, or [G, d]; f"{weight}.left", ".right", ...
         self.terms: dict[str, float | Tensor] = {}  # what the product of two factors is divided by
-        self.diagonal = DiagonalSums(parameters, fourth_powers=False)
-        self.remainder = RemainderSums(parameters, max_block, self.diagonal)
+        self.diagonal = DiagonalSums(self._parameters, fourth_powers=False)
+        self.remainder = RemainderSums(self._parameters, max_block, self.diagonal)
         self._inputs: dict[int, Tensor] = {}  # of the first pass of a batch
         self._first: dict[int, bool] = {}
         self._shared: dict[tuple[Any, ...], tuple[list[str], Tensor, Tensor | None]] = {}
@@ -88,12 +94,12 @@ class FactorSums:
         """Raise if a bias turned out not to belong to its weight; waits for a GPU."""
         for i, wrong in self._wrong.items():
             if bool(wrong):
-                raise changed(i, "a bias whose gradient is not that of the weight's outputs")
+                raise changed(self._names[i], "a bias whose gradient is not that of the weight's outputs")
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take the gradients of parameters without a rule, summed over a batch or of one sample."""
-        refuse_late([i for i, g in enumerate(gradients) if g is not None], self.shapes)
+        refuse_late([i for i, g in enumerate(gradients) if g is not None], self.shapes, self._names)
         self.remainder.add(gradients, made_by)
 
     @torch.no_grad()
@@ -111,7 +117,7 @@ class FactorSums:
         }
         for pair in self._pairs.left():
             if pair[0] in joint:
-                raise changed(pair[0], "a weight without its bias, or the other way round")
+                raise changed(self._names[pair[0]], "a weight without its bias, or the other way round")
             self._add(*pair)
         self.diagonal.end_pass()
 
@@ -194,7 +200,8 @@ class FactorSums:
     def _take_shapes(self, shapes: list[dict[str, Any]]) -> None:
         for one in (FactorShape(**shape) for shape in shapes):
             if self.shapes.setdefault(one.weight, one) != one:
-                raise changed(one.weight, "other factors in another process, or in another part of the data")
+                got = "other factors in another process, or in another part of the data"
+                raise changed(self._names[one.weight], got)
             if one.bias is None and one.weight in self._candidates:
                 self._pairs.separate(one.weight)
 
@@ -239,7 +246,7 @@ class FactorSums:
         for start, stop in form.product_pieces():
             product = form.product_of(start, stop)
             if product is None:
-                raise changed(shape.weight, f"gradients as a {type(form).__name__}")
+                raise changed(self._names[shape.weight], f"gradients as a {type(form).__name__}")
             sides = (product.right, product.left) if product.turned else (product.left, product.right)
             outputs, inputs = (side.to(dtype) for side in sides)
             if bias is not None and looks:
@@ -334,4 +341,4 @@ class FactorSums:
         if before.data_ptr() != now.data_ptr() and not torch.equal(before, now):
             advice = "Its rule should give Product(gradients, inputs), or Product(inputs, gradients, turned=True)."
             expected = "the same in each pass of a batch"
-            raise ValueError(message(f"inputs of parameter {i}", expected, "others", advice))
+            raise ValueError(message(f"inputs of {self._names[i]}", expected, "others", advice))

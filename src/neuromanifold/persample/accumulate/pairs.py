@@ -102,14 +102,14 @@ def is_sum_of(bias: Tensor, outputs: Tensor) -> Tensor:
     return found
 
 
-def refuse_late(numbers: Sequence[int], shapes: dict[int, FactorShape]) -> None:
+def refuse_late(numbers: Sequence[int], shapes: dict[int, FactorShape], names: Sequence[str]) -> None:
     """Raise if parameters that have factors are left to autograd in a later batch."""
     taken = {n for shape in shapes.values() for n in (shape.weight, shape.bias) if n is not None}
     if late := sorted(taken.intersection(numbers)):
-        raise changed(late[0], "a gradient that autograd has summed over the batch")
+        raise changed(names[late[0]], "a gradient that autograd has summed over the batch")
 
 
-def changed(i: int, got: str) -> ValueError:
-    """Return the error for gradients of parameter i that are not of the kind of those before."""
+def changed(name: str, got: str) -> ValueError:
+    """Return the error for gradients of a parameter that are not of the kind of those before."""
     advice = "The model treats batches differently. Leave the parameter out with `parameters`."
-    return ValueError(message(f"gradients of parameter {i}", "of the same kind in all batches", got, advice))
+    return ValueError(message(f"gradients of {name}", "of the same kind in all batches", got, advice))

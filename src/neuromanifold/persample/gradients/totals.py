@@ -34,8 +34,10 @@ class Sum(Form):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n of all parts."""
-        first, *others = (part.weighted_sum(weights) for part in self.parts)
-        return sum((other.view_as(first) for other in others), first)
+        total = self.parts[0].weighted_sum(weights)
+        for part in self.parts[1:]:
+            total += part.weighted_sum(weights).view_as(total)
+        return total
 
     @override
     def product_of(self, start: int, stop: int) -> Product | None:

@@ -22,7 +22,7 @@ __all__ = ["FisherRecorder", "lightning_callback", "record_with_trainer"]
 class FisherRecorder:
     """Computes the Fisher diagonal every so many steps, and keeps its trace and error; with a folder, saves it too.
 
-    The data should be a few fixed batches, so that steps can be compared.  Nothing of the model changes.  `arguments`
+    The data should be a few fixed batches, so that steps can be compared.  The model is not changed.  `arguments`
     are those of `nm.fisher_diagonal`, such as `parameters` and `passes`.
     """
 
@@ -30,7 +30,7 @@ class FisherRecorder:
         self, data: Iterable[object], every: int = 100, folder: str | Path | None = None, **arguments: Any
     ) -> None:
         if iter(data) is data:
-            advice = "It is gone through again and again. Pass list(data)."
+            advice = "It is iterated over several times. Pass list(data)."
             raise TypeError(message("data", "a list, a DataLoader or another iterable", "an iterator", advice))
         inspect.signature(fisher_diagonal).bind(None, data, **arguments)  # fails now, not in the middle of training
         self.data, self.arguments = data, arguments
