@@ -81,5 +81,7 @@ def test_devices_without_float64_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     model = torch.nn.Linear(3, 2)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("mps"))
     for run in (nm.fisher_diagonal, nm.fisher_trace, nm.fisher_operator):
-        with pytest.raises(ValueError, match=r'`model` must be on a device with float64, got one on mps\. Move it with'):
+        with pytest.raises(
+            ValueError, match=r"`model` must be on a device with float64, got one on mps\. Move it with"
+        ):
             run(model, [torch.zeros(4, 3)])
