@@ -142,10 +142,11 @@ def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards:
         raise ValueError(message("model", "whole on each process", got, advice))
     for name, parameter in chosen.items():
         if parameter.device.type == "meta":
-            got = f"{name!r} on the meta device (offloaded to CPU or disk by device_map, or not loaded)"
-            advice = "Autograd keeps all weights for the backward pass, so that offloading saves nothing. Leave it out "
-            advice += "with `parameters`, choose a device_map without 'cpu' and 'disk', or use FSDP2 with "
-            advice += "CPUOffloadPolicy."
+            got = f"{name!r} on the meta device (not loaded, or offloaded to CPU or disk by device_map)"
+            advice = (
+                "Load the model. fisher_diagonal and fisher_trace take offloaded ones; elsewhere leave them out with "
+            )
+            advice += "`parameters`."
             raise ValueError(message("parameters", "in memory", got, advice))
 
 
