@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import neuromanifold as nm
+from neuromanifold.uses.training.callbacks import FisherRecorder
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "index.md").read_text()
 PUBLIC = {name: thing for name in nm.__all__ if callable(thing := getattr(nm, name))}
+PUBLIC |= {name: getattr(nm.optim, name) for name in nm.optim.__all__} | {"FisherRecorder": FisherRecorder}
 WARNINGS = {name for name, thing in PUBLIC.items() if isinstance(thing, type) and issubclass(thing, Exception)}
 FUNCTIONS = {name for name, thing in PUBLIC.items() if not isinstance(thing, type)}
 SECTION = re.compile(r"^(Args|Returns|Raises|Example):$", re.MULTILINE)
