@@ -8,7 +8,6 @@ OPEN = {  # pages that are being written: their numbers are not all listed yet
     "docs/concepts/adaptive.md",
     "docs/how-to/gpu.md",
     "docs/how-to/kronecker.md",
-    "docs/uses/laplace.md",
 }
 
 
