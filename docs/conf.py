@@ -37,6 +37,7 @@ html_css_files = ["site.css"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
+napoleon_use_rtype = False  # "A `DiagonalFisher`: ..." is one sentence
 autodoc_preserve_defaults = True  # `Categorical`, not its address
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88  # longer ones have a line for each argument

@@ -3,6 +3,7 @@ import os
 import signal
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels run on the CPU
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before its library is imported: tests have files of their own
 
 import torch
 from hypothesis import HealthCheck, settings

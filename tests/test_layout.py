@@ -172,9 +172,9 @@ def test_nothing_heavy_is_imported_with_the_package() -> None:
 # Calls.
 
 
-def traced(call: Callable[[], object]) -> set[tuple[str, str]]:
-    """Which file calls which during a call, those of torch in between (a hook, a backward) left out."""
-    prefix, found = f"{PACKAGE}/", set[tuple[str, str]]()
+def traced(call: Callable[[], object]) -> Counter[tuple[str, str]]:
+    """How often which file calls which during a call, those of torch in between (a hook, a backward) left out."""
+    prefix, found = f"{PACKAGE}/", Counter[tuple[str, str]]()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(prefix):
@@ -184,7 +184,7 @@ def traced(call: Callable[[], object]) -> set[tuple[str, str]]:
             caller = caller.f_back
         if caller is not None:
             files = (one.f_code.co_filename.removeprefix(prefix) for one in (caller, frame))
-            found.add((next(files), next(files)))
+            found[next(files), next(files)] += 1
 
     call()  # once before: what is imported or compiled on first use is not part of it
     before = sys.getprofile()
@@ -208,10 +208,10 @@ def both_ways(calls: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(a, b) for a, b in calls if a < b and (b, a) in calls}
 
 
-def network() -> tuple[nn.Module, list[torch.Tensor]]:
+def network(batches: int = 2) -> tuple[nn.Module, list[torch.Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
-    return model, [torch.randn(8, 1, 8, 8) for _ in range(2)]
+    return model, [torch.randn(8, 1, 8, 8) for _ in range(batches)]
 
 
 def diagonal() -> object:
@@ -222,9 +222,10 @@ def bounds() -> object:
     return nm.fisher_bounds(*network())
 
 
-def product() -> object:
+def product(times: int = 1) -> object:
     model, data = network()
-    return nm.fisher_operator(model, data) @ torch.ones(sum(p.numel() for p in model.parameters()))
+    operator = nm.fisher_operator(model, data)
+    return [operator @ torch.ones(operator.shape[0]) for _ in range(times)]
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,17 @@ def test_a_diagonal_goes_through_the_files_that_the_page_names() -> None:
     named = {path for path in re.findall(r"`(\w[\w/]*\.py)`", walk) if not path.startswith("results/")}
     assert len(named) >= 15
     assert named - {"run/graphs.py"} <= {path for pair in traced(diagonal) for path in pair}
+
+
+def test_calls_enter_as_much_as_the_page_says() -> None:
+    """The files that a call enters, and its calls of our own functions; to a tenth."""
+    ten, four = (traced(lambda batches=batches: nm.fisher_diagonal(*network(batches))) for batches in (10, 4))
+    whole, twice, once = traced(diagonal), traced(lambda: product(2)), traced(product)
+    calls = [whole.total(), (ten.total() - four.total()) / 6, once.total(), twice.total() - once.total()]
+    rows = re.findall(r"\| *(\d*) *\| ([\d,]+) \|$", PAGE.split("## How much a call enters")[1].split("\n## ")[0], re.M)
+    assert [int(said.replace(",", "")) for _, said in rows] == pytest.approx(calls, rel=0.1)
+    files = [len({path for pair in one for path in pair}) for one in (whole, once)]
+    assert [int(said) for said, _ in rows if said] == pytest.approx(files, rel=0.1)
 
 
 def test_a_call_in_both_directions_would_be_seen() -> None:

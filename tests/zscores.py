@@ -4,6 +4,8 @@ import math
 
 import torch
 
+import neuromanifold as nm
+
 
 def worst_z_score(samples: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest |mean - expected| in standard errors, over the entries of samples [n, ...]."""
@@ -21,6 +23,13 @@ def mean_ratios(samples: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """
     large = expected > 1e-9 * expected.amax()
     return (samples[:, large] / expected[large]).mean(1)
+
+
+def assert_right_trace(found: nm.DiagonalFisher, exact: nm.DiagonalFisher) -> None:
+    """Within five of its standard errors, and with a fifth too much it would not be: false-alarm rate 6e-7."""
+    truth = float(exact.trace)
+    assert abs(float(found.trace) - truth) < 5 * found.trace.stderr
+    assert abs(1.2 * float(found.trace) - truth) > 5 * found.trace.stderr
 
 
 def allowed_z_score(entries: int, false_alarms: float = 1e-6) -> float:

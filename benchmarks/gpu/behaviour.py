@@ -25,7 +25,7 @@ from gpu.networks import LIMITS, ROUNDING, without_rounding, worst
 from gpu.session import Missing, Row, Session
 from neuromanifold.persample.gradients import Dense, Form, Product
 from neuromanifold.persample.rules.registry import Call
-from neuromanifold.run import steps
+from neuromanifold.run import loop
 from neuromanifold.run.graphs import CapturedSteps
 
 UNBIASED = ("DistilBERT", "ResNet-50")
@@ -77,7 +77,7 @@ def _captured(task: Task, batches: list[object], estimator: nm.Estimator) -> tup
         eager = nm.fisher_diagonal(task.model, batches, estimator, cuda_graphs=False).sum
         row: Row = {"estimator": repr(estimator)}
         for graphs in (True, "auto"):
-            with mock.patch.object(steps, "CapturedSteps", watched):
+            with mock.patch.object(loop, "CapturedSteps", watched):
                 found = nm.fisher_diagonal(task.model, batches, estimator, cuda_graphs=graphs).sum
             row[f"cuda_graphs={graphs}"] = worst(without_rounding(eager), found, eager)[0]
             row[f"replayed, {graphs}"] = sum(one.replayed for one in made)

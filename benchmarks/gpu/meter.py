@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from neuromanifold.run import steps
+from neuromanifold.run import loop
 from neuromanifold.run.graphs import CapturedSteps
 
 GIB = 2**30
@@ -78,7 +78,7 @@ def measure(
     free(device)
     before = torch.cuda.memory_allocated() if cuda else 0
     times.append(time.perf_counter())
-    with mock.patch.object(steps, "CapturedSteps", watched), closing(data()) as batches:
+    with mock.patch.object(loop, "CapturedSteps", watched), closing(data()) as batches:
         result = run(batches)
     reserved = torch.cuda.max_memory_reserved() if cuda else 0
     own = sum(

@@ -92,9 +92,14 @@ def test_sums_over_samples_are_those_of_dense_matrices(kind: str, classes: int, 
     torch.testing.assert_close(lower.diagonal(dim1=1, dim2=2).sqrt().T, terms_of(J, core, None).lower_error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("classes", "size", "rank"), [(2, 5, None), (5, 3, None), (6, 9, 2), (60, 30, None)])
-def test_the_worst_label_is_the_worst_of_all(kind: str, classes: int, size: int, rank: int | None) -> None:
+@pytest.mark.parametrize(
+    ("classes", "size", "rank", "kind"),
+    [
+        *((*sizes, kind) for sizes in ((2, 5, None), (5, 3, None), (6, 9, 2)) for kind in KINDS),
+        *((60, 30, None, kind) for kind in ("random", "impossible classes")),
+    ],
+)
+def test_the_worst_label_is_the_worst_of_all(classes: int, size: int, rank: int | None, kind: str) -> None:
     J, core, labels = problem(kind, classes, size, rank)
     each = [terms_of(J, core, torch.full_like(labels, y)).empirical_error for y in range(classes)]
     found = terms_of(J, core, labels).worst_error

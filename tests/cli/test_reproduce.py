@@ -19,6 +19,7 @@ import torch
 
 import neuromanifold as nm
 from neuromanifold.diagnostics.runs import EPSILON
+from neuromanifold.experiments.paper import figures
 from neuromanifold.experiments.paper.columns import COLUMNS, EXACT, curve
 from neuromanifold.experiments.paper.tasks import TASKS
 from neuromanifold.hf import load_data, load_model
@@ -32,6 +33,16 @@ COUNT = 5  # rows
 SIZES = ["--batches", 3, "--batch-size", 2, "--dtype", "float64", "--device", "cpu"]
 
 
+def not_drawn(patch: pytest.MonkeyPatch) -> None:
+    """Figures are empty files: to write them takes as long as all the rest."""
+    patch.setattr(figures, "save_figure", lambda _, path: path.touch())
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    not_drawn(monkeypatch)
+
+
 class Finished:
     """A task that has been run."""
 
@@ -40,7 +51,10 @@ class Finished:
         self.data, self.options = write_data("text" if kind == "headless" else kind, folder, COUNT + COUNT % 2)
         rounds = 1 if kind == "text" else 0
         self.command = ["reproduce", self.task, "-m", model, "-d", self.data, *self.options, *SIZES, "-o", self.out]
-        self.said = good(*self.command, "--rounds", rounds)
+        with pytest.MonkeyPatch.context() as patch:
+            if kind != "text":
+                not_drawn(patch)
+            self.said = good(*self.command, "--rounds", rounds)
 
     def numbers(self, key: str) -> dict[str, Any]:
         return json.loads((self.out / self.task / f"{key}.json").read_text())
@@ -60,6 +74,7 @@ def finished(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_curve_can_end_early_and_be_continued_later(folder: Folder, tmp_path: Path) -> None:
     data, options = write_data("text", tmp_path, 4)
     out = tmp_path / "out"
@@ -259,6 +274,7 @@ def test_a_run_that_is_killed_resumes(finished: Any, tmp_path: Path) -> None:
     assert not list((out / "resnet50").glob("*.checkpoint"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_in_batches_of_one_batches_are_samples(folder: Folder, tmp_path: Path) -> None:
     path, _ = write_data("text", tmp_path, 4)
     out, sizes = tmp_path / "out", ["-n", 3, "-b", 1, "--device", "cpu", "--rounds", 0, "--dtype", "float64"]
@@ -275,6 +291,7 @@ def test_in_batches_of_one_batches_are_samples(folder: Folder, tmp_path: Path) -
 # -------------------------------------------------------------------------------------------------------- labels
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_few_rows_without_a_class_are_left_out(folder: Folder, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("text,label\n" + "".join(f"good film {i},{-1 if i == 3 else i % 2}\n" for i in range(8)))
@@ -287,6 +304,7 @@ def test_a_few_rows_without_a_class_are_left_out(folder: Folder, tmp_path: Path)
     assert nm.load(out / "sst2" / "exact.safetensors").count == 7  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_where_most_rows_have_no_class_the_columns_that_need_one_stay_empty(folder: Folder, tmp_path: Path) -> None:
     audio = np.random.default_rng(0).normal(size=(5, 800)).astype(np.float32)
     np.savez(tmp_path / "s.npz", audio=audio, labels=np.array([2, -1, -1, 1, -1]))
@@ -307,6 +325,7 @@ def test_where_most_rows_have_no_class_the_columns_that_need_one_stay_empty(fold
     assert " & -- & -- & " in (out / "table.tex").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_of_words_has_the_classes_of_the_task(folder: Folder, tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile", reason="needs neuromanifold[hf]")
     for i, word in enumerate(("yes", "bed", "up", "up", "_unknown_")):

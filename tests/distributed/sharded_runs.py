@@ -220,6 +220,10 @@ def kinds(rank: int) -> None:
     kept = divided(reshard_after_forward=False)
     compare(nm.fisher_diagonal(kept, data).gathered(), expected)
     assert all(hasattr(p, "placements") for p in kept.parameters())
+    with torch.no_grad():
+        kept(data[0][0])
+    assert not all(hasattr(p, "placements") for p in kept.parameters())  # FSDP keeps them whole for the next pass
+    compare(nm.fisher_diagonal(kept, data).gathered(), expected)
     columns = divided(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None)
     compare(nm.fisher_diagonal(columns, data).gathered(), expected)
     low = nm.fisher_diagonal(divided(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data).gathered()

@@ -1,5 +1,6 @@
 """Models dispatched by accelerate give what the whole model gives; parameters that are not here are refused."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import neuromanifold as nm
 from neuromanifold.persample.rules.registry import find_rule
 from tests.distributed import runs
 from tests.distributed.launch import values
+from tests.language.families import gpt2, tokens
 from tests.problems.problem import Net
 
 accelerate = pytest.importorskip("accelerate")
@@ -52,17 +54,82 @@ def test_a_module_with_another_forward_has_still_no_rule() -> None:
         assert find_rule(layer) is None
 
 
-def test_offloaded_parameters_are_refused_unless_they_are_left_out(tmp_path: Path) -> None:
+def tied() -> nn.Module:
+    """GPT-2, whose head is its embedding."""
+    return gpt2().float()
+
+
+def offload(model: Any, how: str, folder: Path) -> Any:
+    """By each of accelerate's functions."""
+    if how == "cpu_offload":
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if how == "disk_offload":
+        return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    places = {name: ("cpu", "disk")[i % 2] for i, (name, _) in enumerate(model.named_children())}
+    return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+@pytest.mark.parametrize("make", [network, tied])
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "device_map"])
+def test_offloaded_parameters_are_loaded_for_the_time_of_a_run(how: str, make: Any, tmp_path: Path) -> None:
+    data = DATA if make is network else [tokens(2, 5), tokens(2, 4)]
+    expected, trace = nm.fisher_diagonal(make(), data), nm.fisher_trace(make(), data)
+    model = offload(make(), how, tmp_path)
+    outputs = model(data[0])
+    away = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    assert away
+    found = nm.fisher_diagonal(model, data)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found.sums[name], expected.sums[name]) for name in expected)
+    assert found.provenance.granularity == expected.provenance.granularity
+    assert nm.fisher_trace(model, data).value == trace.value
+    with pytest.raises(ValueError, match="`granularity` must be"):
+        nm.fisher_diagonal(model, data, granularity="samples")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        nm.fisher_diagonal(model, [object()])
+    assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == away
+    again = model(data[0])
+    assert torch.equal(getattr(again, "logits", again), getattr(outputs, "logits", outputs))
+
+
+def test_offloaded_parameters_that_are_not_chosen_stay_where_they_are(tmp_path: Path) -> None:
     """As where adapters are of interest, and the frozen model is offloaded."""
     model = network()
     accelerate.cpu_offload(model.table, execution_device=torch.device("cpu"))
     accelerate.cpu_offload(model.layer, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"`parameters` must be in memory, got 'table.weight' on the meta device"):
-        nm.fisher_diagonal(model, DATA)
     expected, patterns = nm.fisher_diagonal(network(), DATA), ["norm.*", "head.*"]
-    found = nm.fisher_diagonal(model, DATA, parameters=patterns, checkpoint=tmp_path / "state")
+
+    def data() -> Iterator[Tensor]:
+        for batch in DATA:
+            assert model.layer.weight.is_meta  # type: ignore[union-attr]
+            yield batch
+
+    found = nm.fisher_diagonal(model, data(), parameters=patterns, checkpoint=tmp_path / "state")
     assert list(found) == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
     assert all(torch.equal(found.sums[name], expected.sums[name]) for name in found)
+
+
+def test_shared_parameters_that_were_on_the_disk_are_refused(tmp_path: Path) -> None:
+    """Nothing says any more that they are one; on the CPU they share their memory."""
+    layers = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers[1].weight = layers[0].weight
+    expected = nm.fisher_diagonal(nn.Sequential(*layers), [torch.ones(4, 6)], nm.Exact())
+    model = accelerate.cpu_offload(nn.Sequential(*layers), execution_device=torch.device("cpu"))
+    found = nm.fisher_diagonal(model, [torch.ones(4, 6)], nm.Exact())
+    assert all(torch.equal(found.sums[name], expected.sums[name]) for name in expected)
+    layers = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers[1].weight = layers[0].weight
+    model = accelerate.disk_offload(nn.Sequential(*layers), tmp_path, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"the same values in '0.weight' and '1.weight'"):
+        nm.fisher_diagonal(model, [torch.ones(4, 6)])
+
+
+def test_parameters_without_values_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`parameters` must be in memory, got 'table.weight' on the meta device"):
+        nm.fisher_diagonal(network().to("meta"), DATA)
+    model = accelerate.cpu_offload(network(), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="fisher_diagonal and fisher_trace take offloaded ones"):
+        nm.fisher_operator(model, DATA)
 
 
 def test_models_sharded_over_processes_are_refused() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import neuromanifold as nm
+from neuromanifold.uses.training.callbacks import FisherRecorder
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "index.md").read_text()
 PUBLIC = {name: thing for name in nm.__all__ if callable(thing := getattr(nm, name))}
+PUBLIC |= {name: getattr(nm.optim, name) for name in nm.optim.__all__} | {"FisherRecorder": FisherRecorder}
 WARNINGS = {name for name, thing in PUBLIC.items() if isinstance(thing, type) and issubclass(thing, Exception)}
 FUNCTIONS = {name for name, thing in PUBLIC.items() if not isinstance(thing, type)}
 SECTION = re.compile(r"^(Args|Returns|Raises|Example):$", re.MULTILINE)
@@ -35,7 +37,7 @@ def described(thing: Callable[..., object]) -> set[str]:
 def lacking(thing: Callable[..., object], function: bool) -> list[str]:
     """What a docstring does not have that a reader of its page needs."""
     parts = sections(thing)
-    missing = [] if re.fullmatch(r".{20,112}\.", parts["summary"]) else ["a first line that stands alone"]
+    missing = [] if re.fullmatch(r"(?!.*\. ).{20,112}\.", parts["summary"]) else ["a first line that stands alone"]
     missing += [] if "Example" in parts else ["an example"]
     missing += [] if not function or {"Returns", "Raises"} <= parts.keys() else ["what it returns and raises"]
     if function or "Args" in parts:

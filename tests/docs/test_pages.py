@@ -62,6 +62,32 @@ def test_a_dead_link_would_be_seen() -> None:
     assert dead_links(page, text) == ["gone.md", "how-to/gpu.md#gone", "#gone"]
 
 
+# Formulas.
+
+
+def broken_formulas(text: str) -> list[str]:
+    """Lines inside a formula that begin like an item of a list, a heading or a quote, where Markdown ends it."""
+    found, inside = [], False
+    for line in re.sub(r"^```.*?^```|`[^`\n]*`|\$\$.*?\$\$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines():
+        inside = inside and bool(line.strip())
+        if inside and re.match(r"\s*([-+*>]|#+|\d+\.)\s", line):
+            found.append(line.strip())
+        inside ^= line.replace(r"\$", "").count("$") % 2 == 1
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_formulas_are_whole(page: Path) -> None:
+    assert not broken_formulas(page.read_text())
+
+
+def test_a_broken_formula_would_be_seen() -> None:
+    assert broken_formulas("Where $a\n- b$ is.\n\n- $c\n  + d$ costs `$1`\n- e") == ["- b$ is.", "+ d$ costs"]
+
+
+# The table of contents.
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     listed = set(re.findall(r"^[^|\n]+ <([\w-]+/[\w-]+)>$", index, re.MULTILINE))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.hf import LoadError, Task, load_model
+from neuromanifold.hf import LoadError, Task, load_data, load_model
 from tests.hf.tiny import MODELS, save_adapter
 
 Folder = Callable[[str], Path]
@@ -172,23 +172,6 @@ def test_an_adapter_that_is_a_pickle_is_refused(folder: Folder, tmp_path: Path) 
         load_model(str(folder("text")), adapter=str(tmp_path), device="cpu")
 
 
-OFFLINE = """
-from neuromanifold.hf import load_model, load_data, LoadError
-for load in (lambda: load_model("someone/some-model"), lambda: load_data("someone/some-data", load_model(FOLDER))):
-    try:
-        load()
-    except LoadError as error:
-        print(error)
-"""
-
-
-def said_without_a_hub(folder: Path, **environment: str) -> list[str]:
-    code = OFFLINE.replace("FOLDER", repr(str(folder)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no-cache"), **environment}
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
-    return output.strip().splitlines()
-
-
 def check_advice(lines: list[str]) -> None:
     model, data = lines
     assert "'someone/some-model' is no local path" in model
@@ -201,10 +184,28 @@ def check_advice(lines: list[str]) -> None:
 
 def test_offline_the_message_tells_how_to_use_local_copies(folder: Folder) -> None:
     pytest.importorskip("datasets", reason="needs neuromanifold[hf]")
-    check_advice(said_without_a_hub(folder("text"), HF_HUB_OFFLINE="1"))
+    with pytest.raises(LoadError) as model:
+        load_model("someone/some-model")
+    with pytest.raises(LoadError) as data:
+        load_data("someone/some-data", load_model(str(folder("text"))))
+    check_advice([str(model.value), str(data.value)])
+
+
+OFFLINE = """
+from neuromanifold.hf import load_data, load_model, load_data, LoadError
+for load in (lambda: load_model("someone/some-model"), lambda: load_data("someone/some-data", load_model(FOLDER))):
+    try:
+        load()
+    except LoadError as error:
+        print(error)
+"""
 
 
 @pytest.mark.slow  # the hub's library tries several times
 def test_a_hub_that_cannot_be_reached_is_the_same(folder: Folder) -> None:
     pytest.importorskip("datasets", reason="needs neuromanifold[hf]")
-    check_advice(said_without_a_hub(folder("text"), HF_ENDPOINT="http://127.0.0.1:9"))
+    code, home = OFFLINE.replace("FOLDER", repr(str(folder("text")))), str(folder("text") / "no-cache")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0", "HF_HOME": home}
+    env |= {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
+    check_advice(output.strip().splitlines())

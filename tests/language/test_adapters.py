@@ -172,3 +172,9 @@ def test_saved_and_loaded_adapters_have_the_same_values(tmp_path: Path) -> None:
     again = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True, torch_device="cpu").double().eval()
     found, expected = (nm.fisher_diagonal(one, [ids], nm.Exact()) for one in (again, model))
     assert_same(found, dict(expected), 1e-4)
+
+
+def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
+    lora().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"got .* with .*adapter_config.json.* It is an adapter: name the model"):
+        nm.load_model(str(tmp_path))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.problem.causal import shifts_labels
+from neuromanifold.problem.model import shifts_labels
 from tests.language.families import (
     CAUSAL,
     VOCABULARY,

@@ -1,14 +1,12 @@
 """Kernels read odd inputs where they are: strides, precisions, and more than 2³¹ numbers."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.persample.rules import registry
+from tests import forked
 
 
 def inputs(*shape: int) -> Tensor:
@@ -55,28 +53,29 @@ def test_rms_norm_in_half_precision_has_torchs_own_epsilon(dtype):
     torch.testing.assert_close(form.gradients(0, 1, torch.float32), module(x).detach().float(), rtol=0.01, atol=0)
 
 
-FAR = """
-import torch
-from neuromanifold.kernels.triton.pack import pack
-from neuromanifold.kernels.triton.product import launch_product_squares
+def product_of(far: Tensor) -> None:
+    from neuromanifold.kernels.triton.product import launch_product_squares
 
-memory = torch.empty(2**31 + 8, dtype={dtype})  # virtual: three pages of it are used
-far = memory.as_strided((1, 3, 4), (1, 2**30, 1)).fill_(1.0)  # position 2 begins at number 2**31
-squares = torch.zeros(4, 4)
-{work}
-"""
-PRODUCT = "launch_product_squares(far, far, squares); assert squares.eq(9.0).all()"
-PACK = "packed = pack(far); assert (packed.values.float() * packed.scales).eq(1.0).all()"
+    squares = torch.zeros(4, 4)
+    launch_product_squares(far, far, squares)
+    assert squares.eq(9.0).all()
 
 
-@pytest.mark.parametrize(
-    ("work", "dtype"),
-    [(PRODUCT, "torch.float16"), (PACK, "torch.float32")],
-    ids=["product", "pack"],
-)
+def pack_of(far: Tensor) -> None:
+    from neuromanifold.kernels.triton.pack import pack
+
+    packed = pack(far)
+    assert (packed.values.float() * packed.scales).eq(1.0).all()
+
+
+@pytest.mark.parametrize(("work", "dtype"), [(product_of, torch.float16), (pack_of, torch.float32)])
 def test_a_sample_with_more_than_2_to_the_31_numbers_is_read_where_it_is(work, dtype):
     """A position times its stride is computed in 32 bits: 32,768 tokens of 65,536 outputs, or samples second."""
     pytest.importorskip("triton")
-    script = FAR.format(dtype=dtype, work=work)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+    def far_away() -> None:
+        memory = torch.empty(2**31 + 8, dtype=dtype)  # virtual: three pages of it are used
+        work(memory.as_strided((1, 3, 4), (1, 2**30, 1)).fill_(1.0))  # position 2 begins at number 2**31
+
+    done = forked.run(far_away)  # which would be killed
     assert done.returncode == 0, f"exit status {done.returncode} {done.stderr[-300:]}"

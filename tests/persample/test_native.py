@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.c import build, square
 from neuromanifold.persample.gradients import BOUND, Accumulators, Product
 from neuromanifold.persample.rules.convolution import Convolution
+from tests import forked
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 PLAIN = ("cc",)
@@ -273,13 +274,17 @@ def test_a_cache_that_cannot_be_written_to(place, monkeypatch, tmp_path):
 
 def processes_that_build(count: int, cache: Path) -> list[Path]:
     """Several at once, without a word; the libraries that are in the cache then, each with its digest."""
-    code = "from neuromanifold.kernels.c import build; from neuromanifold.kernels.c import square; "
-    code += "assert build.kernel(square.SOURCE, 'add_squares') is not None"
-    command, environment = [sys.executable, "-c", code], {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = [subprocess.Popen(command, env=environment, **streams) for _ in range(count)]
-    assert [process.communicate(timeout=60)[0] for process in running] == [b""] * count
-    assert [process.returncode for process in running] == [0] * count
+
+    def build_it() -> None:
+        os.environ["XDG_CACHE_HOME"] = str(cache)
+        build._library.cache_clear()
+        assert build.kernel(square.SOURCE, "add_squares") is not None
+
+    with tempfile.TemporaryFile("w+") as said:
+        running = [forked.start(build_it, said, said) for _ in range(count)]
+        codes = [forked.returncode(process) for process in running]
+        said.seek(0)
+        assert (said.read(), codes) == ("", [0] * count)
     found = sorted((cache / "neuromanifold").iterdir())
     libraries = [path for path in found if path.suffix == ".so"]
     assert found == sorted([*libraries, *(path.with_suffix(".digest") for path in libraries)])

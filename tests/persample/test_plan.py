@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, softplus
 
 import neuromanifold as nm
+from neuromanifold.persample import plan
 from neuromanifold.reference import network as reference
 
 
@@ -175,6 +176,22 @@ def _routed(samples_and_positions: list[tuple[int, int]]) -> Tensor:
     for sample, position in samples_and_positions:
         x[sample, position, 0] = 1.0
     return x
+
+
+def test_layouts_are_looked_for_once_for_each_kind_of_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, candidates = [], plan._layouts
+    monkeypatch.setattr(
+        plan, "_layouts", lambda capture, *others: looked.append(capture.key) or candidates(capture, *others)
+    )
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    data = [torch.randn(samples, 6) for samples in (7, 4, 7, 8)]
+    fim = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    assert looked == [(0, 0), (1, 0)]  # 4 and 8 samples are the same kind as 7
+    expected = reference.reference_diagonal(model, lambda m: m(torch.cat(data).double()))
+    for name in expected:
+        torch.testing.assert_close(fim[name].double(), expected[name], rtol=1e-5, atol=1e-7)
+    nm.fisher_diagonal(model, [*data, torch.randn(5, 6)], nm.Exact())
+    assert looked[2:] == [(0, 0), (1, 0)] * 3  # 5 is the first layer's width: another kind, repeated for verification
 
 
 def test_rows_that_the_data_choose_are_looked_at_in_every_batch() -> None:

@@ -15,6 +15,7 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import read_outputs
 from tests.problems.networks import PROBLEMS
 from tests.run.test_contract import MODEL, X, Y, batches, network
+from tests.zscores import assert_right_trace
 
 EXPECTED = nm.fisher_diagonal(MODEL, [X], seed=1)
 
@@ -79,6 +80,7 @@ def test_ignored_and_masked_positions_do_not_count() -> None:
     )
     for name in random:  # positions of a sample are added before they are squared: another noise, the same mean
         assert ((random[name] - flat[name]).abs() <= 7 * random.stderr[name]).all()
+    assert_right_trace(random, flat)
     other = nm.fisher_diagonal(MODEL, [(tokens, torch.where(valid, Y.view(16, 4), 7))], ignore_index=7)
     assert other.positions == int(valid.sum())
 

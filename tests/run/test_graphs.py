@@ -13,7 +13,7 @@ from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.run import steps
+from neuromanifold.run import loop
 from neuromanifold.run.graphs import CapturedSteps, _CapturedBatch
 from neuromanifold.run.methods import Method, make_method
 from neuromanifold.run.settings import Settings
@@ -38,7 +38,7 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[nm.DiagonalFisher, nm.DiagonalFisher]]:
     """The same run without CUDA graphs, and with them."""
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
 
     def run(model: nn.Module, data: list[Any]) -> tuple[nm.DiagonalFisher, nm.DiagonalFisher]:
         def unchecked(z: Tensor) -> nm.Categorical:
@@ -150,7 +150,7 @@ def unchecked(z: Tensor) -> nm.Categorical:
 def test_a_replayed_run_is_the_same(estimator: nm.Estimator, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if granularity == "batch" and not estimator.centred:
         granularity = "sample"
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
     data = batches([4] * 12 + [3, 5])  # in the end, other shapes
     expected, found = (
         nm.fisher_diagonal(contract_network(), data, estimator, unchecked, granularity=granularity, cuda_graphs=graphs)
@@ -164,7 +164,7 @@ def test_a_replayed_run_is_the_same(estimator: nm.Estimator, granularity: str, m
 
 
 def test_a_model_that_depends_on_more_than_its_inputs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
     data, model = batches([4] * 16), contract_network()
     expected = nm.fisher_diagonal(model, data, nm.Exact(), unchecked)
 
@@ -205,7 +205,7 @@ def test_replayed_logits_are_compared_with_the_models_own() -> None:
 
 
 def test_models_with_hooks_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
     model, seen = contract_network(), []
     model.register_forward_hook(lambda *_: seen.append(1))
     with pytest.warns(nm.NotCapturedWarning, match="hooks"):
@@ -215,7 +215,7 @@ def test_models_with_hooks_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_hooks_that_transformers_install_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
     model = contract_network()
 
     def note_output(*_: object) -> None: ...
@@ -230,7 +230,7 @@ def test_hooks_that_transformers_install_do_not_matter(monkeypatch: pytest.Monke
     "odd", [object(), float, torch.ones(3).to_sparse(), [1, {2}]], ids=["object", "type", "sparse", "set"]
 )
 def test_batches_with_odd_things_run_eagerly(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Asks(nn.Module):
 
 
 def replayed_asks(model: Asks, data: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> nm.DiagonalFisher:
-    monkeypatch.setattr(steps, "CapturedSteps", CapturedOnCpu)
+    monkeypatch.setattr(loop, "CapturedSteps", CapturedOnCpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # also where there is no CUDA
     return nm.fisher_diagonal(model, data, nm.Hutchinson(deflate=0), unchecked, cuda_graphs=True)
 
@@ -368,7 +368,7 @@ def test_graphs_are_captured_only_if_they_pay(
         return made[-1]
 
     expected = nm.fisher_diagonal(contract_network(), data, nm.Exact(), unchecked)
-    monkeypatch.setattr(steps, "CapturedSteps", captured)
+    monkeypatch.setattr(loop, "CapturedSteps", captured)
     assert_same(nm.fisher_diagonal(contract_network(), data, nm.Exact(), unchecked, cuda_graphs=True), expected)
     assert made[0].replayed == replayed
     assert next(seconds, None) is None

@@ -111,8 +111,8 @@ class Maker:
 def make(spec: Spec, kinds: dict[str, Kind], dtype: torch.dtype | None = None) -> Case:
     """The case of a spec, in its own dtype or another."""
     dtype = spec.dtype if dtype is None else dtype
-    with torch.random.fork_rng():
-        torch.manual_seed(spec.seed)  # of whatever torch draws when a module is made
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(spec.seed)  # of whatever torch draws when a module is made
         case = kinds[spec.kind](Maker(spec))
     case.model.to(dtype)
     case.inputs = [_cast(value, dtype) for value in case.inputs]

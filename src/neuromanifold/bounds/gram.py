@@ -25,14 +25,12 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import Provenance
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.methods import PerSample
 from neuromanifold.run.settings import Settings
@@ -104,7 +102,7 @@ class GramMatrix:
         torch.Size([96, 96])
     """
 
-    blocks: Tensor  # [N, r, N, r]: ⟨u_ra J(x_a), u_sb J(x_b)⟩, samples in the order of the data
+    blocks: Tensor  #: [N, r, N, r]: ⟨u_ra J(x_a), u_sb J(x_b)⟩, samples in the order of the data
     count: int
     provenance: Provenance
 

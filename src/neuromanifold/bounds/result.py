@@ -88,7 +88,7 @@ class NetworkBounds:
     terms: Terms
     actual: Actual
     diagonals: Diagonals | None
-    count: int  # samples
+    count: int  #: samples
     classes: int
     rank: int
     costs: tuple[Cost, ...]

@@ -28,13 +28,11 @@ from neuromanifold.core.checks import check_reduction, integer_in_range, message
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
-from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.settings import Settings
 
@@ -60,14 +58,14 @@ def fisher_bounds(
     label_key: str = "labels",
     shift_labels: ShiftLabels = "auto",
 ) -> NetworkBounds:
-    """Return bounds of F and of the errors of its envelopes, beside the actual values: Props. 5, 7 to 10 and Cor. 6.
+    """Return bounds of F and of the errors of its envelopes, beside the actual values (Propositions 5 and 7 to 10).
 
-    Each output distribution is an x of its own: in a sequence, every position that counts.  Cost: about C backward
-    passes for each batch, twice that with `diagonals`, and for `actual="exact"` the inner products of all N·C
-    gradients.
+    Corollary 6, about the trace, is among them.  Each output distribution is an x of its own: in a sequence, every
+    position that counts.  Cost: about C backward passes for each batch, twice that with `diagonals`, and for
+    `actual="exact"` the inner products of all N·C gradients.
 
     Args:
-        model: any module whose output is, holds or begins with logits.  Nothing of it is changed.
+        model: any module whose output is, holds or begins with logits.  It is not changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under "labels".  Prop. 9
             needs labels, the others do not.
         rank: k of the lower bound F^LR(k), 1 to C - 1; Prop. 8 is there for every other rank as well.

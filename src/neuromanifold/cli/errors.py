@@ -36,6 +36,7 @@ class FriendlyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command: exit code 2 for a user error, 1 for one inside a model or the library, 130 for Ctrl-C."""
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries, to those who write code with them
             warnings.showwarning = lambda message, *_, **__: (
                 None if this_rank() else note(f"Note: {_one_line(message)}")
             )

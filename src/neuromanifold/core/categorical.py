@@ -20,7 +20,7 @@ _LARGE, _PART = 2**27, 2**24  # numbers of which no copies are made; and that ar
 
 
 class Categorical(Core):
-    """Categorical distributions at logits [..., C], with metric M = diag(p) - p pᵀ (Eq. 3 of the paper).
+    """Categorical distributions at logits [..., C], with metric M = diag(p) - p pᵀ (equation 3 of the paper).
 
     M is a graph Laplacian with weights p_i p_j: the vector e of ones spans its kernel, and each row sums to zero.
     Where the usual formula would cancel, in the row of the most likely class, the methods below sum the other rows

@@ -25,12 +25,12 @@ class EigenvalueBounds(NamedTuple):
 class EigenvalueBoundTerms(NamedTuple):
     """The six terms of Theorem 1 one by one, [...] each: three lower bounds, then three upper bounds."""
 
-    largest_variance: Tensor  # max p_i(1 - p_i)        <= λ_C   (a diagonal entry)
-    second_probability: Tensor  # p_(C-1)               <= λ_C   (interlacing)
-    mean_eigenvalue: Tensor  # (1 - ‖p‖²)/(C - 1)       <= λ_C   (the trace over the rank)
-    largest_probability: Tensor  # p_(C)                >= λ_C   (interlacing)
-    gershgorin: Tensor  # 2 max p_i(1 - p_i)            >= λ_C   (the largest disc)
-    trace: Tensor  # 1 - ‖p‖²                           >= λ_C   (the sum that λ_C is part of; never below gershgorin)
+    largest_variance: Tensor  #: max p_i(1 - p_i)        <= λ_C   (a diagonal entry)
+    second_probability: Tensor  #: p_(C-1)               <= λ_C   (interlacing)
+    mean_eigenvalue: Tensor  #: (1 - ‖p‖²)/(C - 1)       <= λ_C   (the trace over the rank)
+    largest_probability: Tensor  #: p_(C)                >= λ_C   (interlacing)
+    gershgorin: Tensor  #: 2 max p_i(1 - p_i)            >= λ_C   (the largest disc)
+    trace: Tensor  #: 1 - ‖p‖²                           >= λ_C   (the sum that λ_C is part of; never below gershgorin)
 
     def bounds(self) -> EigenvalueBounds:
         """The largest of the lower bounds and the smallest of the upper ones."""

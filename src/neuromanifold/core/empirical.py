@@ -13,18 +13,18 @@ from neuromanifold.core.sums import divide, square_root, sum_of_others
 class EmpiricalError(NamedTuple):
     """The worst label y for the empirical Fisher, and what ‖R(y) - F‖ is at it, [...] each."""
 
-    label: Tensor  # argmin p
-    actual: Tensor  # ‖R(y) - F‖ at that label, exact
-    bound: Tensor  # 1 + ‖p‖² - λ_C - 2 p_(1)   <= actual
-    simple_bound: Tensor  # 2‖p‖² - 2 p_(1)     <= bound
+    label: Tensor  #: argmin p
+    actual: Tensor  #: ‖R(y) - F‖ at that label, exact
+    bound: Tensor  #: 1 + ‖p‖² - λ_C - 2 p_(1)   <= actual
+    simple_bound: Tensor  #: 2‖p‖² - 2 p_(1)     <= bound
 
 
 class ScoreVariance(NamedTuple):
     """Element-wise variance of a one-label estimate of the metric."""
 
-    variance: Tensor  # [..., C, C]  Var(R_ij) for R(y) = s(y) s(y)ᵀ
-    cv: Tensor  # [..., C, C]  its coefficient of variation Std(R_ij)/|F_ij|, without any bound
-    rank_two: Tensor | None = None  # [..., C]  Var(R'_ii) for R'(y) = e_y e_yᵀ - p pᵀ, whose other entries are fixed
+    variance: Tensor  #: [..., C, C]  Var(R_ij) for R(y) = s(y) s(y)ᵀ
+    cv: Tensor  #: [..., C, C]  its coefficient of variation Std(R_ij)/|F_ij|, without any bound
+    rank_two: Tensor | None = None  #: [..., C]  Var(R'_ii) for R'(y) = e_y e_yᵀ - p pᵀ, whose other entries are fixed
 
 
 def empirical_error(p: Tensor, y: Tensor) -> Tensor:

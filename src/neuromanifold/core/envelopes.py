@@ -21,12 +21,12 @@ from neuromanifold.core.sums import (
 class EnvelopeErrors(NamedTuple):
     """‖F - diag(p)‖ and ‖F - F^LR(k)‖ with their bounds, [...] each."""
 
-    upper: Tensor  # ‖p‖², exact
-    upper_floor: Tensor  # 1/C <= upper
-    lower: Tensor  # (Σ_{i <= C-k} λ_i²)^½, exact
-    lower_bound: Tensor  # min of the two below
-    trace_bound: Tensor  # 1 - ‖p‖² - p_(C-1) - ... - p_(C-k)   >= lower (to rounding, as the next)
-    trimmed_bound: Tensor  # (Σ_{i=2}^{C-k} p_(i)²)^½           >= lower
+    upper: Tensor  #: ‖p‖², exact
+    upper_floor: Tensor  #: 1/C <= upper
+    lower: Tensor  #: (Σ_{i <= C-k} λ_i²)^½, exact
+    lower_bound: Tensor  #: min of the two below
+    trace_bound: Tensor  #: 1 - ‖p‖² - p_(C-1) - ... - p_(C-k)   >= lower (to rounding, as the next)
+    trimmed_bound: Tensor  #: (Σ_{i=2}^{C-k} p_(i)²)^½           >= lower
 
 
 def envelope_errors(p: Tensor, k: int) -> EnvelopeErrors:

@@ -50,8 +50,8 @@ class Spectrum(NamedTuple):
         (torch.Size([2]), torch.Size([2, 3]))
     """
 
-    values: Tensor  # [..., k]
-    vectors: Tensor  # [..., k, C], orthonormal rows
+    values: Tensor  #: [..., k]
+    vectors: Tensor  #: [..., k, C], orthonormal rows
 
     def factor(self) -> Tensor:
         """√λ_i v_i as rows, [..., k, C]: their outer products add up to `dense()`."""

@@ -27,9 +27,8 @@ from neuromanifold.diagnostics.check_result import Check, verdict
 from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, examine, first_batches, listed
 from neuromanifold.diagnostics.runs import Runs, expected_warnings_ignored, short_name, timed
 from neuromanifold.estimators import Estimator, Exact, Hutchinson
-from neuromanifold.problem.batches import sample_dim, tensors_in
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.batches import sample_dim
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.validation import Likelihood
@@ -83,7 +82,7 @@ def check(
 
     Says which of them is good enough, which parameters are done per sample or per batch and why, on how many batches
     that was verified against autograd, whether samples influence each other, and whether outputs, labels and data are
-    what they are taken for.  Nothing of the model is changed.  Arguments that are not listed are those of
+    what they are taken for.  The model is not changed.  Arguments that are not listed are those of
     `fisher_diagonal`.
 
     Cost: the exact diagonal takes C - 1 backward passes for each batch of C classes, times the number of output
@@ -189,7 +188,7 @@ def _affordable(problem: Problem, examination: Examination) -> Affordable:
 def _some_samples(problem: Problem, samples: int, few: int) -> Problem | None:
     """The problem with some samples of its first batch as data; None if they are too few or cannot be told apart."""
     batch = next(problem.batches())
-    inputs = tensors_in((batch.args, batch.kwargs))
+    inputs = batch.inputs()
     if few < min(8, samples) or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
     return replace(problem, data=[as_item(batch.cut(samples, slice(few), problem.batch_dim))])

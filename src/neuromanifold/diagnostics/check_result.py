@@ -16,7 +16,7 @@ GOOD = 0.1  # an entry off by ten per cent on average
 _HEADER = ("estimator", "for F", "passes", "RelMAE", "trace", "rank corr.", "2 s.e.", "time")
 _NOTES = (
     "passes: backward passes for each batch.  RelMAE: mean of |estimate - F|/F over positive entries.",
-    "trace: over that of F.  2 s.e.: share of positive entries that are so near.  time: over forward + backward.",
+    "trace: over that of F.  2 s.e.: share of entries within two standard errors.  time: over forward + backward.",
 )
 
 
@@ -27,14 +27,14 @@ class CheckRow:
     name: str
     estimator: Estimator
     granularity: str
-    target: str  # what it is right for on average
-    passes: float  # backward passes for each batch
-    relmae: float  # the paper's: over all entries
-    relmae_positive: float  # over those where the reference is positive
-    trace_ratio: float  # Σ estimate/Σ reference
+    target: str  #: what it is right for on average
+    passes: float  #: backward passes for each batch
+    relmae: float  #: the paper's: over all entries
+    relmae_positive: float  #: over those where the reference is positive
+    trace_ratio: float  #: Σ estimate/Σ reference
     rank_correlation: float
-    coverage: float | None  # share of entries within two of its standard errors; None: nothing is random
-    time: float  # over that of forward + ordinary backward
+    coverage: float | None  #: share of entries within two of its standard errors; None: nothing is random
+    time: float  #: over that of forward + ordinary backward
     rounds: int
 
     @property
@@ -56,17 +56,17 @@ class Check:
     """
 
     rows: tuple[CheckRow, ...]
-    exact: DiagonalFisher  # or, where `is_exact` is False, a good estimate
+    exact: DiagonalFisher  #: or, where `is_exact` is False, a good estimate
     is_exact: bool
     verdict: str
-    notes: tuple[str, ...]  # about the model, and about how the reference was made
-    repeats: bool  # whether two evaluations agree
-    apart: bool | None  # whether samples leave each other alone; None: not known
-    zero: tuple[str, ...]  # parameters whose Fisher information is zero in every entry
-    granularity: dict[str, str]  # how random probes do each parameter by default: per "sample" or per "batch"
-    reasons: dict[str, str]  # why, for those that are done per batch
-    verified: int  # batches on which per-sample gradients were compared with autograd's
-    backward_seconds: float  # of forward + ordinary backward over the batches
+    notes: tuple[str, ...]  #: about the model, and about how the reference was made
+    repeats: bool  #: whether two evaluations agree
+    apart: bool | None  #: whether samples leave each other alone; None: not known
+    zero: tuple[str, ...]  #: parameters whose Fisher information is zero in every entry
+    granularity: dict[str, str]  #: how random probes do each parameter by default: per "sample" or per "batch"
+    reasons: dict[str, str]  #: why, for those that are done per batch
+    verified: int  #: batches on which per-sample gradients were compared with autograd's
+    backward_seconds: float  #: of forward + ordinary backward over the batches
 
     def __str__(self) -> str:
         p, count = self.exact.provenance, f"{self.exact.count} samples in {self.exact.provenance.batches} batches"

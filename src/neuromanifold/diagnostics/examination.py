@@ -16,7 +16,6 @@ from neuromanifold.estimators import Hutchinson
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.graph import consumers
-from neuromanifold.persample.plan import discover
 from neuromanifold.persample.verify import Reference
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
@@ -151,7 +150,7 @@ def _reasons(problem: Problem, batch: Batch, repeats: bool, apart: bool) -> dict
                 logits = problem.evaluate(batch).logits
         except Exception as error:  # whatever a model does about hooks
             return dict.fromkeys(every, f"the model fails with hooks ({type(error).__name__}: {error})")
-        uses = discover(engine.hooks.captures, logits, engine.parameters, frozenset(), problem.batch_dim)
+        uses = engine.uses(logits)
         engine.hooks.release()
     wrong = _WRONG if apart else f"{_WRONG}, since samples influence each other"
     if (

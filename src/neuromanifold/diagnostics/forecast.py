@@ -26,8 +26,7 @@ from neuromanifold.diagnostics.memory import PeakMemory
 from neuromanifold.diagnostics.runs import expected_warnings_ignored
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.problem.batches import model_device, tensors_in
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
@@ -45,7 +44,9 @@ _HEADER = 2**12  # bytes of a file, about, for names and provenance
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time, memory and file size of a run, before the run: what `nm.forecast` returns.  Prints as a table.
+    """Time, memory and file size of a run, before the run: what `nm.forecast` returns.
+
+    Prints as a table.
 
     Example:
         >>> forecast = nm.forecast(model, data)
@@ -56,16 +57,16 @@ class Forecast:
     model: str
     estimator: str
     device: str
-    batches: int | None  # of the data, where their number is known
-    samples: float  # of a batch
-    passes: float  # backward passes for each batch
-    seconds_first: float  # the first batch, with verification and all that is compiled once
-    seconds_waiting: float  # for the data of a batch
-    seconds_working: float  # on a batch
-    memory: int  # bytes of tensors on the device, at the most; on a CPU the allocator may hold three times as many
-    file: int  # bytes of the result's file; a checkpoint has about as many
-    measured: int  # batches that were run for this
-    processes: int = 1  # that share the batches, each with a device of its own
+    batches: int | None  #: of the data, where their number is known
+    samples: float  #: of a batch
+    passes: float  #: backward passes for each batch
+    seconds_first: float  #: the first batch, with verification and all that is compiled once
+    seconds_waiting: float  #: for the data of a batch
+    seconds_working: float  #: on a batch
+    memory: int  #: bytes of tensors on the device, at the most; on a CPU the allocator may hold three times as many
+    file: int  #: bytes of the result's file; a checkpoint has about as many
+    measured: int  #: batches that were run for this
+    processes: int = 1  #: that share the batches, each with a device of its own
 
     @property
     def seconds_per_batch(self) -> float:

@@ -63,7 +63,7 @@ class Adaptive(Estimator):
 
     centred: ClassVar[bool] = True
     target: ClassVar[str] = "unbiased"
-    noise_factor: ClassVar[float] = 1.0  # of samples that are left out most of the time: Var(g²) <= E[g⁴]
+    noise_factor: ClassVar[float] = 1.0  #: of samples that are left out most of the time: Var(g²) <= E[g⁴]
 
     def __post_init__(self) -> None:
         finite_number(self.cost, "passes", positive=True, advice="1 costs as much as forward + backward of all data.")

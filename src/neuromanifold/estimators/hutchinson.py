@@ -84,13 +84,13 @@ class Hutchinson(Estimator):
     """
 
     probes: int = 1
-    deflate: int | None = None  # once made, always a number
+    deflate: int | None = None  #: once made, always a number
     noise: Noise = "rademacher"
     envelope: Envelope | None = None
     orthogonal: bool = True
 
     centred: ClassVar[bool] = True
-    noise_factor: ClassVar[float] = 2 / 3  # E[g⁴] = 3F² - 2κ and Var(g²) = 2F² - 2κ <= (2/3) E[g⁴], κ >= 0
+    noise_factor: ClassVar[float] = 2 / 3  #: E[g⁴] = 3F² - 2κ and Var(g²) = 2F² - 2κ <= (2/3) E[g⁴], κ >= 0
 
     def __post_init__(self) -> None:
         if self.envelope is not None:
@@ -213,12 +213,12 @@ class Hutchinson(Estimator):
         """The same with independent probes: the more of them, the smaller are cross terms between samples."""
         return replace(self, orthogonal=False)
 
-    @property
+    @functools.cached_property
     def _eigenpairs(self) -> int:
         """`deflate` as the number that it is once the estimator is made."""
         return self.deflate or 0
 
-    @property
+    @functools.cached_property
     def _together(self) -> bool:
         """Whether the probes of a distribution depend on each other."""
         return self.orthogonal and self.probes > 1

@@ -38,7 +38,7 @@ class MonteCarlo(Estimator):
 
     centred: ClassVar[bool] = True
     target: ClassVar[str] = "unbiased"
-    noise_factor: ClassVar[float] = 1.0  # Var(g²) <= E[g⁴] for any distribution
+    noise_factor: ClassVar[float] = 1.0  #: Var(g²) <= E[g⁴] for any distribution
 
     def __post_init__(self) -> None:
         number_of_passes(self.samples, "samples")

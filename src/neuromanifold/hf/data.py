@@ -120,12 +120,12 @@ def load_data(
         labels: required (True), left out (False), or used where there are some (None).
         batch_size: rows in a batch.
         batches: number of batches; by default all.  A smaller subset is the beginning of a larger one.
-        max_length: cut text to so many tokens, audio to so many samples.
+        max_length: truncate text to this many tokens, audio to this many samples.
         mask: share of tokens that is masked, for masked language models.
         seed: random seed of the order of the rows, and of the masking.
 
     Returns:
-        Batches for `nm.fisher_diagonal(model.module, ...)`, which can be gone through again and again.
+        Batches for `nm.fisher_diagonal(model.module, ...)`, which can be iterated over several times.
 
     Raises:
         LoadError: there is no such file or data set, no column for what the model needs, or a row that cannot be read.

@@ -92,7 +92,7 @@ def load_model(
             the function takes no arguments and returns a module.
         task: text, tokens, image, audio, causal, seq2seq or masked; by default what the config's architecture does.
         adapter: a PEFT adapter, a folder or a name on the hub; only its parameters are then trainable.
-        classes: initialize a classifier of so many classes, with `seed`, where the checkpoint has none.
+        classes: initialize a classifier with this many classes, with `seed`, where the checkpoint has none.
         dtype: float32, float64, bfloat16 or float16; by default float32, or the dtype of the function's module.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         seed: random seed of a new classifier.
@@ -238,6 +238,10 @@ def check_model_source(source: str) -> None:
     if "config.json" not in inside:
         got = f"{source} with {', '.join(inside[:6]) or 'nothing'}"
         advice = "model.save_pretrained(folder) writes such a folder; any other module goes by module:function."
+        if "adapter_config.json" in inside:
+            advice = (
+                f"It is an adapter: name the model that it belongs to, and adapter={source!r} (--adapter {source})."
+            )
         raise LoadError(message("model", "a folder with config.json and *.safetensors", got, advice))
     if not any(name.endswith(".safetensors") for name in inside):
         pickles = [name for name in inside if name.endswith(_PICKLES)]

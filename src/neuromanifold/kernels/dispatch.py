@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -35,6 +36,7 @@ Backend = Literal["triton", "c"]
 
 _TRITON = {torch.float32, torch.bfloat16, torch.float16}
 _THIN = 8  # pairs of channels in a group up to which a product of matrices is not worth it
+_DEVICE = attrgetter("device")
 _disabled: set[str] = set()
 
 
@@ -175,7 +177,7 @@ def disabled(*operations: str) -> Iterator[None]:
 def _backend(operation: str, *tensors: Tensor) -> Backend | None:
     """Return which kernels can take these tensors: Triton's on the current GPU, C's on a CPU, or none."""
     device, wanted = tensors[0].device, wanted_kernels()
-    if wanted == "0" or operation in _disabled or len({tensor.device for tensor in tensors}) > 1:
+    if wanted == "0" or operation in _disabled or len({*map(_DEVICE, tensors)}) > 1:
         return None
     if device.type == "cuda":
         works = device.index == torch.cuda.current_device() and _triton_works(device.index)  # it launches there

@@ -28,14 +28,12 @@ from neuromanifold.operators.krylov import Eigenpairs, times
 from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.persample.accumulate import GradientRows
-from neuromanifold.problem.causal import ShiftLabels
-from neuromanifold.problem.model import Selection
-from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.model import Selection, ShiftLabels
+from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
-from neuromanifold.run.dealing import refuse_a_part
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import run
 from neuromanifold.run.settings import LoopOptions, Settings

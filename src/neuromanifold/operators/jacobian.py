@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from neuromanifold.core.checks import message, promoted
 from neuromanifold.persample.backward import BatchBackward, involves_half, largest_scale
 from neuromanifold.problem.outputs import Outputs
 
+_DTYPE = attrgetter("dtype")
 METHODS = ("forward mode", "forward mode, unfused kernels", "double backward", "double backward, unfused kernels")
 _BLOCK_NUMBERS = {True: 2**20, False: 2**25}  # of the vectors that go through the model together, on a CPU; on a GPU
 _BLOCK_VECTORS = 8  # at most: activations are as many times larger
@@ -62,7 +64,7 @@ class Tolerance(NamedTuple):
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> Tolerance:
         """The tolerance for the dtypes of the parameters, and that of autocast where it is on."""
-        kind, dtypes = parameters[0].device.type, {parameter.dtype for parameter in parameters}
+        kind, dtypes = parameters[0].device.type, {*map(_DTYPE, parameters)}
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -94,6 +96,7 @@ class JacobianProducts:
 
         self._names = [f"model.{name}" for name in parameters]
         self._with_parameters = WithParameters(model)
+        self._padded = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
         self._size = max(1, sum(parameter.numel() for parameter in self.parameters))
         self._checked_block = False  # against a single vector
         self._discrepancy = 0.0  # of the method on the first batch
@@ -211,7 +214,7 @@ class JacobianProducts:
         self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangent: ToCotangent
     ) -> JacobianProduct:
         """Return the product of one vector, by one forward pass; v is scaled if float16 is involved."""
-        with _unfused_kernels(self.model, "unfused" in method):
+        with _unfused_kernels(self.model) if "unfused" in method else nullcontext():
             if not self._half:
                 return self._scaled_product(evaluate, method, v, to_cotangent, 1.0)
             largest = math.hypot(*(float(one.abs().amax()) for one in v if one.numel()))
@@ -258,7 +261,7 @@ class JacobianProducts:
             return outputs, logits, torch.zeros_like(logits) if tangent is None else tangent.detach()
 
         # The backward pass comes after this: inside, tangents would go through it, too.
-        with forward_ad.dual_level(), _padding_fixed(self.model):
+        with forward_ad.dual_level(), _padding_fixed(self._padded) if self._padded else nullcontext():
             pairs = zip(self.parameters, tangents, strict=True)
             duals = [forward_ad.make_dual(p, one) for p, one in pairs]  # type: ignore[no-untyped-call]
             named = dict(zip(self._names, duals, strict=True))
@@ -289,9 +292,9 @@ class JacobianProducts:
         def push_forward(tangents: dict[str, Tensor]) -> Tensor:
             return jvp(logits_at, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
 
-        unfused = _unfused_kernels(self.model, "unfused" in self.method)
+        unfused = _unfused_kernels(self.model) if "unfused" in self.method else nullcontext()
         try:
-            with warnings.catch_warnings(), unfused, _padding_fixed(self.model):
+            with warnings.catch_warnings(), unfused, _padding_fixed(self._padded):
                 warnings.simplefilter("ignore")  # of operations that are looped over instead
                 with torch.no_grad():
                     tangents = torch.vmap(push_forward, randomness="same")(stacked)
@@ -320,21 +323,20 @@ def _load_forward_mode() -> None:
 
 
 @contextmanager
-def _unfused_kernels(model: nn.Module, unfused: bool) -> Iterator[None]:
-    """Compute attention by matrix products and recurrent layers without cuDNN, if `unfused`."""
+def _unfused_kernels(model: nn.Module) -> Iterator[None]:
+    """Compute attention by matrix products and recurrent layers without cuDNN."""
     with ExitStack() as stack:
-        if unfused:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-                before = torch.backends.cudnn.enabled
-                stack.callback(setattr, torch.backends.cudnn, "enabled", before)
-                torch.backends.cudnn.enabled = False
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            before = torch.backends.cudnn.enabled
+            stack.callback(setattr, torch.backends.cudnn, "enabled", before)
+            torch.backends.cudnn.enabled = False
         yield
 
 
 @contextmanager
-def _padding_fixed(model: nn.Module) -> Iterator[None]:
-    """Give padding rows of embeddings no tangent in forward mode, as backward passes give them no gradient."""
+def _padding_fixed(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
+    """Give their padding rows no tangent in forward mode, as backward passes give them no gradient."""
 
     def fix(module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if module.padding_idx is None:  # changed by the model itself
@@ -342,7 +344,6 @@ def _padding_fixed(model: nn.Module) -> Iterator[None]:
         ids = args[0] if args else kwargs["input"]
         return torch.where((ids == module.padding_idx)[..., None], output.detach(), output)
 
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
     with ExitStack() as stack:
         for module in embeddings:
             handle = module.register_forward_hook(fix, with_kwargs=True, prepend=True)

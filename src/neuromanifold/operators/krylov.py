@@ -19,10 +19,10 @@ class Eigenpairs:
     Each interval [λ - residual, λ + residual] holds an eigenvalue of F.
     """
 
-    values: Tensor  # [k]
-    vectors: Tensor  # [P, k]
-    residuals: Tensor  # [k]
-    products: int = 0  # columns that F was multiplied with
+    values: Tensor  #: [k]
+    vectors: Tensor  #: [P, k]
+    residuals: Tensor  #: [k]
+    products: int = 0  #: columns that F was multiplied with
 
     def __str__(self) -> str:
         lines = [

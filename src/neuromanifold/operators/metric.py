@@ -75,7 +75,7 @@ class Metric(ABC):
 
     layout: ParameterLayout
     reduction: Reduction
-    precision: torch.dtype  # of vectors: float32 or float64
+    precision: torch.dtype  #: of vectors: float32 or float64
     device: torch.device
     __array_ufunc__ = None  # numpy's arrays leave v @ F to F
 

@@ -17,20 +17,18 @@ from torch import Tensor, nn
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import Reduction, check_reduction, message, random_seed
-from neuromanifold.estimators import Empirical, Estimator, Lower, MonteCarlo, SquaredBatchGradient, Upper
+from neuromanifold.estimators import Empirical, Estimator, MonteCarlo, SquaredBatchGradient, Upper
 from neuromanifold.estimators.envelopes import Envelope, check_envelope
 from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.problem import Problem
+from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.unchanged import model_states
 from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
-from neuromanifold.run.dealing import refuse_a_part
 
 Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
 """From the core over rows [R, C], their labels ([R] classes, or [R, C] targets, or None) and v [R, C] to M v [R, C]."""
@@ -59,7 +57,7 @@ def fisher_operator(
     that are not listed are those of `fisher_diagonal`.
 
     Args:
-        data: batches that can be gone through again and again, the same each time: a list, or a DataLoader that does
+        data: batches that can be iterated over several times, the same each time: a list, or a DataLoader that does
             not shuffle.
         envelope: None for F itself, or an envelope of it: `nm.Upper()`, `nm.Lower(k)`.
         estimator: None for M itself; `nm.Empirical()` or `nm.MonteCarlo(k)` for Σ_n g_n g_nᵀ with the scores of given
@@ -98,12 +96,12 @@ def fisher_operator(
 
 def envelope_product(envelope: Envelope | None) -> Middle:
     """Return the product of M, or of an envelope, with a vector of the outputs."""
+    if envelope is None:
+        return lambda core, _, v: core.matvec(v)
     check_envelope(envelope)
     if isinstance(envelope, Upper):
         return lambda core, _, v: core.upper_envelope() * v
-    if isinstance(envelope, Lower):
-        return lambda core, _, v: core.spectrum(envelope.size(core)).matvec(v)
-    return lambda core, _, v: core.matvec(v)
+    return lambda core, _, v: core.spectrum(envelope.size(core)).matvec(v)
 
 
 class FisherOperator(Metric):

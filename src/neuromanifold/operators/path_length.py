@@ -51,7 +51,7 @@ def path_length(
 
     Args:
         model: the architecture; its own parameters do not matter, and it is not changed: a copy is used.
-        data: an iterable of batches that can be gone through again and again: a list or a DataLoader.
+        data: an iterable of batches that can be iterated over several times: a list or a DataLoader.
         checkpoints: state dicts, or modules of the same architecture, in the order of the path.  Buffers with numbers,
             such as the statistics of BatchNorm, go along the straight line as well.
         rule: "midpoint" or "trapezoid".

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ class VerificationObserver(Protocol):
 # How many numbers the gradients of all captured outputs may have together, for several cotangents in one pass.
 _CPU_AT_ONCE, _GPU_AT_ONCE = 2**22, 2**27
 _LARGEST, _LEAST_EXPONENT = 2.0**15, -24  # in float16, with some room; where the scale is given up
+_DTYPE = attrgetter("dtype")
 T = TypeVar("T")
 
 
@@ -58,14 +60,13 @@ class PerSampleBackward:
         """
         self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
         self._tokens = tokens
-        self._edges = [  # where gradients are asked for, besides the captured calls
-            (use, site, site.edge)
-            for use in uses.supported
-            if use.capture is None or plan.layouts[use.key].shared
-            for site in use.sites
-        ]
-        edges, remaining = [edge for *_, edge in self._edges], [parameters[i] for i in uses.remaining]
-        self._targets: list[Any] = [hooks.root, *edges, *remaining]
+        self._edges: list[tuple[Use, BroadcastSite, GradientEdge]] = []
+        """Where gradients are asked for, besides the captured calls."""
+        for use in uses.supported:
+            if use.sites and (use.capture is None or plan.layouts[use.key].shared):
+                self._edges += [(use, site, site.edge) for site in use.sites]
+        self._targets: list[Any] = [hooks.root, *map(itemgetter(2), self._edges)]
+        self._targets += map(parameters.__getitem__, uses.remaining)
         self._waiting: dict[int, list[Form]] = {}  # of parameters that are used several times
 
     def __call__(
@@ -93,7 +94,8 @@ class PerSampleBackward:
         self._waiting = {}
         with self._hooks.consumed_by(consume):
             _, *found = _gradients(logits, self._targets, cotangent, keep_graph)
-        self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
+        if self._edges or self._waiting:
+            self._finish(self._edges, found[: len(self._edges)], to, made_by, observer)
         return self._by_number(self.uses.remaining, found[len(self._edges) :])
 
     def with_tokens(self, tokens: frozenset[Key]) -> PerSampleBackward:
@@ -176,8 +178,14 @@ class PerSampleBackward:
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
-        forms = self._forms(use, g, layout, observer)
-        if use.key in self._tokens:
+        by_token = use.key in self._tokens
+        if observer is not None:
+            forms = self._observed(use, g, layout, observer)
+        else:
+            if self._late is not None and use.key in self.plan.unverified:
+                self._late.logical_or_((g != 0).any().to(self._late.device))
+            forms = use.forms(g, self.uses.samples, layout, tokens=by_token)
+        if by_token:
             made_by = made_by._replace(sample_noise=made_by.token_noise)
         for i, form in forms.items():
             uses = self.uses.counts[i]
@@ -189,12 +197,8 @@ class PerSampleBackward:
             if len(waiting) == uses:
                 to.add_samples(i, add(self._waiting.pop(i)), made_by)
 
-    def _forms(self, use: Use, g: Tensor, layout: Layout, observer: VerificationObserver | None) -> dict[int, Form]:
-        """Return the gradients of a use; none if an observer is there and the rule does not apply."""
-        if observer is None:
-            if self._late is not None and use.key in self.plan.unverified:
-                self._late.logical_or_((g != 0).any().to(self._late.device))
-            return use.forms(g, self.uses.samples, layout, tokens=use.key in self._tokens)
+    def _observed(self, use: Use, g: Tensor, layout: Layout, observer: VerificationObserver) -> dict[int, Form]:
+        """Return the gradients of a use; none if the rule does not apply."""
         observer.captured(use, g)
         try:
             return use.forms(g, self.uses.samples, layout, validating=True)
@@ -279,7 +283,7 @@ def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:
     """Return whether float16 is used: by a parameter, or by autocast."""
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return autocast or any(parameter.dtype == torch.float16 for parameter in parameters)
+    return autocast or torch.float16 in {*map(_DTYPE, parameters)}
 
 
 class BatchBackward:
@@ -292,7 +296,7 @@ class BatchBackward:
     def __init__(self, parameters: Sequence[Tensor], half: bool = False) -> None:
         """`half`: float16 is involved somewhere, even if neither these parameters nor the logits have it."""
         self.parameters = list(parameters)
-        self.scale = HalfPrecisionScale(half or any(parameter.dtype == torch.float16 for parameter in parameters))
+        self.scale = HalfPrecisionScale(half or torch.float16 in {*map(_DTYPE, parameters)})
 
     def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
         """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""

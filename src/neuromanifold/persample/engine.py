@@ -66,6 +66,7 @@ class PerSampleGradients:
         dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
         self.names, self.parameters = list(parameters), list(parameters.values()) if shards is None else shards.whole
         self.hooks = Hooks(model, self.parameters, None if shards is None else shards.held)
+        self._numbers = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._batch_dim, self._shards = batch_dim, shards
         self.remaining: set[int] = set()
         """Parameters that autograd has given gradients of, summed over the batch."""
@@ -74,6 +75,8 @@ class PerSampleGradients:
         self.excluded: frozenset[int] = frozenset()
         self.may_synchronize = True
         """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
+        self.every_batch = False
+        """Whether some kind of graph seen so far has to be verified with every batch."""
         self.carries_state = False
         """Whether a forward pass has changed buffers or attributes of the model, which a repeated one must not see."""
         self._plans: dict[int, Plan] = {}
@@ -97,11 +100,6 @@ class PerSampleGradients:
         """Whether the next forward pass is to be verified, against the gradients of one without hooks."""
         return self._any("needs reference", self._requested or _is_due(self._batches) or self.every_batch)
 
-    @property
-    def every_batch(self) -> bool:
-        """Whether some kind of graph seen so far has to be verified with every batch."""
-        return any(not plan.followed for plan in self._plans.values())
-
     def reference(self, logits: Tensor) -> Reference:
         """Differentiate the logits of a forward pass without hooks; its graph is freed."""
         return Reference.of(logits, self.parameters, self._shards)
@@ -123,6 +121,11 @@ class PerSampleGradients:
         self.hooks.release()
         self.excluded = frozenset(range(len(self.parameters)))
 
+    def uses(self, logits: Tensor) -> Uses:
+        """Return the uses of the parameters in the graph of a captured forward pass."""
+        captures, parameters, excluded = self.hooks.captures, self.parameters, self.excluded
+        return discover(captures, logits, parameters, self._numbers, excluded, self._batch_dim, self._plans)
+
     def backward_of(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
         """Return how to differentiate a captured forward pass; None if it has to be repeated.
 
@@ -130,7 +133,7 @@ class PerSampleGradients:
         have turned out to have no per-sample gradients that pass the verification.
         """
         try:
-            uses = discover(self.hooks.captures, logits, self.parameters, self.excluded, self._batch_dim)
+            uses = self.uses(logits)
         except Exception:  # nested tensors, or whatever else has a graph that cannot be read
             if self._shards is not None:
                 raise
@@ -163,6 +166,7 @@ class PerSampleGradients:
             return None
         self.verified, self._requested = self.verified + 1, False
         self._plans[uses.signature] = plan
+        self.every_batch = any(not known.followed for known in self._plans.values())
         return self._ready(uses, plan, logits)
 
     def _any(self, what: str, flag: bool) -> bool:

@@ -234,15 +234,15 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
     for node in used_by:
         name = node.name()
         metadata = node._input_metadata
-        part = [name, tuple(metadata[0].shape) if metadata else ()]
+        part: list[object] = [name, tuple(metadata[0].shape) if metadata else ()]
         if arguments := _arguments_of(type(node)):  # type: ignore[arg-type]
             part += [getattr(node, argument) for argument in arguments]
         if name == "IndexBackward0":
             part += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
         elif name == "ConstantPadNdBackward0":
             part.append(shifted_dims(node))
-        if below := node.next_functions:
-            part += [(numbers.get(other), output) for other, output in below]
+        for below, output in node.next_functions:
+            part += (numbers.get(below), output)
         parts.append(tuple(part))
     return _canonical(samples, tuple(parts))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,8 +70,9 @@ class Capture:
     def overwritten(self) -> bool:
         """Whether the input was changed in place after the call, or the module has other settings or buffers now."""
         now = self.owner.state()
-        same = len(now) == len(self.state) and all(
-            a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(now, self.state, strict=True)
+        same = len(now) == len(self.state) and (
+            all(map(operator.is_, now, self.state))
+            or all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(now, self.state, strict=True))
         )
         return not same or (self.version is not None and self.x._version != self.version)
 

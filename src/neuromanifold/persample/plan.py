@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.rules import Call, NotApplicableError
 
 Key = tuple[object, ...]
+_KEY = attrgetter("key")
 _COMBINATIONS = 16  # of layouts that are tried for uses that share parameters
 _IDENTITIES = frozenset({f"{CaptureGradient.__name__}Backward", "RegisterPostBackwardFunctionBackward"})  # FSDP2's
 
@@ -90,6 +92,8 @@ class Uses:
     """Parameters with a use that cannot be done per sample: they have to be excluded."""
     signature: int = 0
     graph: Mapping[Any, list[tuple[Any, int]]] = field(default_factory=dict)  # who uses each node
+    by_capture: dict[Capture, Use] = field(default_factory=dict)
+    """The uses that are captured calls."""
 
     @cached_property
     def counts(self) -> dict[int, int]:
@@ -99,11 +103,6 @@ class Uses:
             for i in use.parameters.values():
                 counts[i] = counts.get(i, 0) + 1
         return counts
-
-    @cached_property
-    def by_capture(self) -> dict[Capture, Use]:
-        """The uses that are captured calls."""
-        return {use.capture: use for use in self.supported if use.capture is not None}
 
     def places(self) -> dict[Key, int]:
         """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
@@ -130,28 +129,45 @@ class Plan:
 
 
 def discover(
-    captures: list[Capture], logits: Tensor, parameters: list[nn.Parameter], excluded: frozenset[int], batch_dim: int
+    captures: list[Capture],
+    logits: Tensor,
+    parameters: list[nn.Parameter],
+    numbers: Mapping[int, int],
+    excluded: frozenset[int],
+    batch_dim: int,
+    plans: Mapping[int, Plan],
 ) -> Uses:
-    """Find all uses of the parameters in the graph of a forward pass."""
-    samples, numbers = logits.shape[0], {id(parameter): i for i, parameter in enumerate(parameters)}
+    """Find all uses of the parameters in the graph of a forward pass.
+
+    `numbers` are the parameters', by id.  `plans`, by signature: where one is known, a call has the layout that was
+    verified, and no other is looked for.
+    """
+    samples = logits.shape[0]
     if logits.grad_fn is None:  # the logits are a parameter
         own = [numbers[id(logits)]] if id(logits) in numbers else []
         return Uses(samples, remaining=own)
     used_by = consumers(logits.grad_fn)
-    supported, unsupported = [], set[int]()
-    for capture in captures:
-        if capture.node not in used_by:
-            continue  # its output does not reach the logits
-        layouts, sites = _layouts(capture, samples, batch_dim, used_by)
+    reaching = [capture for capture in captures if capture.node in used_by]
+    leaves = [(node, i) for node in used_by if (i := numbers.get(id(getattr(node, "variable", None)))) is not None]
+    # Two heads that take turns have the same graph, and other parameters.
+    used = (~i if i in excluded else i for _, i in leaves)
+    kind = hash((signature(used_by, samples), *map(_KEY, reaching), *used))
+    plan = plans.get(kind)
+    verified = plan.layouts if plan is not None and plan.followed else {}
+    supported, unsupported, by_capture = list[Use](), set[int](), dict[Capture, Use]()
+    for capture in reaching:
+        key = ("call", *capture.key)
+        known, sites = verified.get(key), tuple[BroadcastSite, ...]()
+        layouts: tuple[Layout, ...] = () if known is None else (known,)
+        if known is None or known.shared:
+            layouts, sites = _layouts(capture, samples, batch_dim, used_by)
         if layouts and not capture.overwritten:
-            supported.append(Use(("call", *capture.key), capture.parameters, layouts, capture, sites))
+            by_capture[capture] = use = Use(key, capture.parameters, layouts, capture, sites)
+            supported.append(use)
         else:
             unsupported |= set(capture.parameters.values())
     remaining = []
-    for node in used_by:
-        i = numbers.get(id(getattr(node, "variable", None)))
-        if i is None:
-            continue
+    for node, i in leaves:
         shape = parameters[i].shape
         direct = None if i in excluded or i in unsupported else broadcast_sites(node, shape, samples, used_by)
         if direct is None:
@@ -159,11 +175,9 @@ def discover(
             continue
         for k, site in enumerate(direct):
             supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,)))
-    covered = {i for use in supported if use.capture is not None for i in use.parameters.values()}
-    unsupported |= covered.intersection(remaining)
-    # Two heads that take turns have the same graph, and other parameters.
-    kind = hash((signature(used_by, samples), *(use.key for use in supported), *remaining))
-    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by)
+    if remaining:
+        unsupported |= {i for use in by_capture.values() for i in use.parameters.values()}.intersection(remaining)
+    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by, by_capture)
 
 
 def _layouts(

@@ -64,8 +64,9 @@ class Reference:
 
     def union(self, what: str, numbers: Set[int]) -> frozenset[int]:
         """Return the numbers of all processes that have parts of the parameters."""
-        of_all = [list(numbers)] if self.shards is None else self.shards.processes.gather(what, sorted(numbers))
-        return frozenset(i for some in of_all for i in some)
+        if self.shards is None:
+            return frozenset(numbers)
+        return frozenset().union(*self.shards.processes.gather(what, sorted(numbers)))
 
 
 def make_plan(

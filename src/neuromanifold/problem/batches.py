@@ -34,6 +34,11 @@ class Batch(NamedTuple):
     labels: Tensor | None
     number: int = 0  # in the data
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        given = [*self.args, *self.kwargs.values()]
+        return given if {*map(type, given)} == {Tensor} else tensors_in((self.args, self.kwargs))
+
     def to(self, device: torch.device) -> Batch:
         """Move all tensors, and all objects that have a `to` of their own, to a device."""
 
@@ -101,7 +106,7 @@ def _contents(batch: Batch) -> tuple[Any, ...]:
 
 def _tensors_and_dims(batch: Batch, samples: int, batch_dim: int) -> list[tuple[Tensor, int | None]]:
     """All tensors of a batch in the order of `map_tensors`, each with the dimension that holds the samples."""
-    found = [(tensor, sample_dim(tensor, samples, batch_dim)) for tensor in tensors_in((batch.args, batch.kwargs))]
+    found = [(tensor, sample_dim(tensor, samples, batch_dim)) for tensor in batch.inputs()]
     if batch.labels is not None:
         found.append((batch.labels, _labels_dim(batch.labels, samples, batch_dim)))
     return found

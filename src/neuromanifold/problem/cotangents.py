@@ -75,7 +75,7 @@ def _fused(
 
 def _noise(core: Core, outputs: Outputs, estimator: Estimator) -> list[tuple[float, float, float]]:
     """The constants of each pass, for squares of whole batches, of single samples, and of single positions."""
-    together, alone = (estimator.pass_noise(core, alone=value) for value in (False, True))
+    together, alone = estimator.pass_noise(core, alone=False), estimator.pass_noise(core, alone=True)
     return list(zip(together, alone if outputs.logits.ndim == 2 else together, alone, strict=True))
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
 from neuromanifold.problem.batches import Batch
 
+ShiftLabels = bool | Literal["auto"]
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
+
+# Classes of transformers whose loss compares the logits at position t with label t + 1.
+# XLNet, XLM and Flaubert do not.
+_CAUSAL = re.compile(r"^(?!XLNet).*(ForCausalLM|(?<!With)LMHeadModel|ModelWithLMHead|ForConditionalGeneration)$")
 
 
 class FunctionModule(nn.Module):
@@ -103,7 +109,15 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 (`fully_shard`) has divided the model's parameters among processes."""
     kind = _loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return any(isinstance(module, kind) for module in model.modules())
+    return bool(kind) and any(isinstance(module, kind) for module in model.modules())
+
+
+def reshard(model: nn.Module) -> None:
+    """Divide again what FSDP2 has left whole, such as the root module's parameters after a forward pass alone."""
+    kind = _loaded_class("torch.distributed.fsdp", "FSDPModule")
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.reshard()
 
 
 def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards: bool = False) -> None:
@@ -113,31 +127,31 @@ def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards:
     """
     advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`. "
     advice += "fisher_diagonal and fisher_trace take models in FSDP2 (fully_shard)."
-    shards = shards and is_sharded(model)
+    shards, part = shards and is_sharded(model), _loaded_class("torch.distributed.tensor", "DTensor")
     for name, parameter in model.named_parameters():
-        divided = isinstance(parameter, _loaded_class("torch.distributed.tensor", "DTensor"))
+        divided = isinstance(parameter, part)
         if divided and not shards:
             got = f"{plain_name(name)!r} sharded over processes (fully_shard or tensor parallel)"
             raise ValueError(message("model", "whole on each process", got, advice))
         if shards and not divided and name in chosen:
             expected = "in FSDP2 with all of the chosen parameters"
             raise ValueError(message("model", expected, f"{name!r}, which is whole on each process"))
-    if any(
-        isinstance(one, _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")) for one in model.modules()
-    ):
+    older = _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if older and any(isinstance(one, older) for one in model.modules()):
         got = "FullyShardedDataParallel, which shards parameters over processes"
         raise ValueError(message("model", "whole on each process", got, advice))
     for name, parameter in chosen.items():
         if parameter.device.type == "meta":
-            got = f"{name!r} on the meta device (offloaded to CPU or disk by device_map, or not loaded)"
-            advice = "Autograd keeps all weights for the backward pass, so that offloading saves nothing. Leave it out "
-            advice += "with `parameters`, choose a device_map without 'cpu' and 'disk', or use FSDP2 with "
-            advice += "CPUOffloadPolicy."
+            got = f"{name!r} on the meta device (not loaded, or offloaded to CPU or disk by device_map)"
+            advice = (
+                "Load the model. fisher_diagonal and fisher_trace take offloaded ones; elsewhere leave them out with "
+            )
+            advice += "`parameters`."
             raise ValueError(message("parameters", "in memory", got, advice))
 
 
 def _loaded_class(module: str, name: str) -> Any:
-    """A class of a module that takes long to import; without it there is no instance, for which () stands."""
+    """A class of a module that takes long to import; () if it has not been imported, so that there is no instance."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -255,3 +269,35 @@ def _why_not_callable(signature: inspect.Signature, batch: Batch, label_key: str
         expected = f"callable with the dict itself, since none of its keys ({', '.join(batch.args[0])}) is {names!r}"
         return message("model", expected, got, f"Rename a key to {only_argument(signature)!r} if it is the input.")
     return ""
+
+
+def check_shift_labels(value: ShiftLabels) -> ShiftLabels:
+    """The argument, if it is one of the three."""
+    if not (isinstance(value, bool) or value == "auto"):
+        expected = "'auto' (if the model shifts labels itself), True or False"
+        raise ValueError(message("shift_labels", expected, repr(value)))
+    return value
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether this is a causal language model of transformers, whose own loss shifts labels by one.
+
+    Wrappers (`torch.compile`, data parallel, PEFT) are looked into.  Encoder–decoder models do not shift labels: their
+    decoder's inputs are the labels shifted already.  Neither do decoders of such models on their own (BartForCausalLM),
+    which are told by their `decoder_start_token_id`.
+    """
+    model = base_model(model)
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", True):
+        return False
+    if getattr(config, "decoder_start_token_id", None) is not None:
+        return False
+    return any(_CAUSAL.match(one.__name__) for one in type(model).__mro__)
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """How many positions a trained prompt of PEFT puts before the inputs; prefixes of keys and values have none."""
+    config = getattr(unwrapped(model), "active_peft_config", None)
+    if config is None or not getattr(config, "is_prompt_learning", False):
+        return 0
+    return 0 if "PREFIX" in str(config.peft_type) else int(config.num_virtual_tokens or 0)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import message
-from neuromanifold.problem.batches import Batch, tensors_in
-from neuromanifold.problem.causal import has_next, next_labels
+from neuromanifold.problem.batches import Batch
 
 
 class Outputs(NamedTuple):
@@ -109,7 +108,8 @@ def read_outputs(
     if class_dim == batch_dim > 0:
         advice = "Say which dimension holds the classes with `class_dim`."
         raise ValueError(message("batch_dim", "another dimension than that of the classes", str(batch_dim), advice))
-    _check_samples(given, batch, class_dim, batch_dim)
+    if given.ndim > 2:
+        _check_samples(given, batch, class_dim, batch_dim)
     logits = _arranged(given, batch_dim, class_dim)
     positions, labels, valid, tokens = logits.shape[:-1], batch.labels, None, None
     if shift and logits.ndim != 3:
@@ -131,7 +131,7 @@ def read_outputs(
         else:
             shift = False  # targets belong to the logits at their own position
         labels = labels[..., None] if one else labels
-    mask = attention_mask(batch)
+    mask = attention_mask(batch) if batch.kwargs else None
     if mask is not None and batch_dim and mask.shape != positions and mask.ndim > batch_dim:
         mask = mask.movedim(batch_dim, 0)
     if mask is not None and logits.ndim > 2:
@@ -155,7 +155,7 @@ def read_outputs(
 
 def _has_prompt(batch: Batch, positions: torch.Size, virtual: int) -> bool:
     """Whether the logits have so many positions more than the inputs."""
-    lengths = (t.shape[1] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim > 1 and len(t) == positions[0])
+    lengths = (t.shape[1] for t in batch.inputs() if t.ndim > 1 and len(t) == positions[0])
     return len(positions) == 2 and next(lengths, 0) + virtual == positions[1]
 
 
@@ -168,9 +168,7 @@ def _after_prompt(values: Tensor, positions: torch.Size, virtual: int, fill: int
 
 def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int) -> None:
     """Refuse logits that have the inputs' samples in another dimension than `batch_dim`."""
-    if logits.ndim == 2:
-        return
-    sizes = {t.shape[batch_dim if t.ndim > 2 else 0] for t in tensors_in((batch.args, batch.kwargs)) if t.ndim}
+    sizes = {t.shape[batch_dim if t.ndim > 2 else 0] for t in batch.inputs() if t.ndim}
     samples = sizes.pop() if len(sizes) == 1 else None  # graphs, bags and the like have inputs of several lengths
     if samples is None or logits.shape[batch_dim] == samples:
         return
@@ -277,3 +275,19 @@ def _find_logits(output: object) -> Tensor:
         advice = "Wrap the model in a module that returns its logits."
         raise TypeError(message("model's output", expected, type(output).__name__, advice))
     return logits
+
+
+def next_labels(labels: Tensor, fill: int) -> Tensor:
+    """Labels [B, T] of tokens as those of positions: label t + 1 at position t, and `fill` at the last one."""
+    return torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), fill)], 1)
+
+
+def has_next(tokens: Tensor, position_ids: object) -> Tensor:
+    """Which positions [B, T] predict a token: both t and t + 1 are tokens (and no padding) of the same document.
+
+    A document begins where `position_ids` do not increase, as in packed sequences.
+    """
+    valid = tokens & next_labels(tokens, 0)
+    if isinstance(position_ids, Tensor) and position_ids.shape in (tokens.shape, (1, tokens.shape[1])):
+        valid = valid & (next_labels(position_ids, 0) > position_ids)
+    return valid

@@ -24,18 +24,22 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
-from neuromanifold.problem.batches import Batch, read_batch, tensors_in
-from neuromanifold.problem.causal import ShiftLabels, check_shift_labels, shifts_labels, virtual_tokens
+from neuromanifold.problem.batches import Batch, read_batch
 from neuromanifold.problem.model import (
     Selection,
+    ShiftLabels,
     as_module,
     base_model,
     call,
+    check_shift_labels,
     check_whole,
     forward_signature,
     is_sharded,
     only_argument,
+    reshard,
     select_parameters,
+    shifts_labels,
+    virtual_tokens,
     with_decoder_inputs,
     without_ddp,
 )
@@ -83,6 +87,7 @@ class Problem:
         """
         model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
+        reshard(module)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
         check_whole(module, chosen, shards=shards)
         _check_embeddings(module)
@@ -209,12 +214,10 @@ class Problem:
 
     def samples_of(self, batch: Batch, like: Outputs | None = None) -> int:
         """The number of samples of a batch whose outputs are not known, but perhaps those of another."""
-        dims = (
-            t.shape[self.batch_dim if t.ndim > max(2, self.batch_dim) else 0]
-            for t in tensors_in((batch.args, batch.kwargs))
-            if t.ndim
-        )
-        return next(dims, 1 if like is None else len(like.logits))
+        for tensor in batch.inputs():
+            if tensor.ndim:
+                return tensor.shape[self.batch_dim if tensor.ndim > max(2, self.batch_dim) else 0]
+        return 1 if like is None else len(like.logits)
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
         """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""
@@ -299,3 +302,21 @@ def _check_data(data: object) -> None:
         raise TypeError(message("data", "an iterable of batches", "a Dataset of single samples", advice))
     if not isinstance(data, Iterable):
         raise TypeError(message("data", "an iterable of batches", type(data).__name__))
+
+
+def sampler_replicas(data: object) -> int:
+    """Among how many processes a DataLoader's sampler divides the samples; 1 where it does not."""
+    for sampler in (getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)):
+        replicas = getattr(sampler, "num_replicas", 1)
+        if isinstance(replicas, int) and replicas > 1:
+            return replicas
+    return 1
+
+
+def refuse_a_part(data: object, what: str) -> None:
+    """Refuse data that a sampler divides among processes where each process would go on with its part alone."""
+    if sampler_replicas(data) > 1:
+        sharing = "fisher_diagonal, fisher_trace and fisher_kronecker"
+        advice = f"Leave out the DistributedSampler; {sharing} share the data among processes."
+        got = f"a part of them, by a DistributedSampler for {sampler_replicas(data)} processes"
+        raise ValueError(message("data", f"whole for {what}, which runs on a single process", got, advice))

@@ -24,7 +24,7 @@ class RepeatedBatches:
     def __init__(self, problem: Problem) -> None:
         data = problem.data
         if isinstance(data, Iterator) or (not isinstance(data, Sized) and iter(data) is iter(data)):
-            advice = "It is gone through several times, and a generator is used up after the first. Pass list(data)."
+            advice = "It is iterated over several times, and a generator only once. Pass list(data)."
             raise TypeError(
                 message("data", "a list, a DataLoader or another iterable of batches", "an iterator", advice)
             )
@@ -66,7 +66,8 @@ class RepeatedBatches:
 
     def _is_same_object(self, number: int, item: object) -> bool:
         """Whether these are the very tensors of before, unchanged: spares a GPU being waited for."""
-        now, before = tensors_in(item), self._devices[number]
+        before = self._devices[number]
+        now = tensors_in(item) if before else []
         return len(now) == len(before) > 0 and all(
             t is reference() and t._version == version for t, (reference, version) in zip(now, before, strict=True)
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from neuromanifold.core import Bernoulli, Categorical, Core
-from neuromanifold.problem.batches import Batch, sample_dim, tensors_in
+from neuromanifold.problem.batches import Batch, sample_dim
 from neuromanifold.problem.outputs import Outputs, SamplesElsewhereError
 from neuromanifold.problem.unchanged import model_states
 
@@ -178,7 +178,7 @@ def samples_influence_each_other(problem: Problem, batch: Batch, outputs: Output
     sample, inputs that cannot be sliced, or a model that does not repeat itself.
     """
     samples = len(outputs.logits)
-    inputs = tensors_in((batch.args, batch.kwargs))
+    inputs = batch.inputs()
     if samples < 2 or any(t.ndim and sample_dim(t, samples, problem.batch_dim) is None for t in inputs):
         return None
     few = [torch.arange(1, min(4, samples - 1))] if samples > 2 else [torch.tensor([1]), torch.tensor([0])]

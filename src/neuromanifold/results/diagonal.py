@@ -53,9 +53,9 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
     """
 
     sums: Mapping[str, Tensor]
-    noise: Mapping[str, Tensor]  # standard errors of the sums, of rows, or none: see `error_bars`
-    count: int  # samples
-    positions: int  # output distributions: as many as samples, or tokens, or pixels
+    noise: Mapping[str, Tensor]  #: standard errors of the sums, of rows, or none: see `error_bars`
+    count: int  #: samples
+    positions: int  #: output distributions: as many as samples, or tokens, or pixels
     provenance: Provenance
     reduction: Reduction = "mean"
     noiseless: Mapping[str, Tensor] = field(default_factory=dict)  # the parts of sums that are not random, if any are

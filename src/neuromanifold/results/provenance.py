@@ -36,36 +36,36 @@ class Provenance:
         'sample'
     """
 
-    estimator: str  # the estimator as code, e.g. "Hutchinson(probes=1, ...)"
-    target: str  # what it is right for: "exact", "unbiased", "biased (...)"
+    estimator: str  #: the estimator as code, e.g. "Hutchinson(probes=1, ...)"
+    target: str  #: what it is right for: "exact", "unbiased", "biased (...)"
     likelihood: str = "Categorical"
-    unit: str = "sample"  # what is counted, and what "per-sample" means: "sequence" where outputs are [B, T, C]
+    unit: str = "sample"  #: what is counted, and what "per-sample" means: "sequence" where outputs are [B, T, C]
     granularity: dict[str, str] = field(
         default_factory=dict
-    )  # parameter: "sample", "token", "batch", "sample, one by one"
-    seeds: list[int] = field(default_factory=list)  # of the probes' noise; empty: nothing is random
-    noise_factor: float = 1.0  # c with Var(g²) <= c E[g⁴] for one pass of the estimator; 1 holds for any
-    noise_ratio: float = 1.0  # how large the noise is on average, as a share of the standard errors, which are bounds
+    )  #: parameter: "sample", "token", "batch", "sample, one by one"
+    seeds: list[int] = field(default_factory=list)  #: of the probes' noise; empty: nothing is random
+    noise_factor: float = 1.0  #: c with Var(g²) <= c E[g⁴] for one pass of the estimator; 1 holds for any
+    noise_ratio: float = 1.0  #: how large the noise is on average, as a share of the standard errors, which are bounds
     batches: int = 0
-    passes: int = 0  # backward passes altogether
-    left_out: int = 0  # samples without a pass, for which others have larger weights
-    verified: int = 0  # batches whose per-sample gradients were compared with autograd's
+    passes: int = 0  #: backward passes altogether
+    left_out: int = 0  #: samples without a pass, for which others have larger weights
+    verified: int = 0  #: batches whose per-sample gradients were compared with autograd's
     model: str = ""
     data: str = ""
     dtype: str = ""
     device: str = ""
-    stopped: str = ""  # why a run ended before its data did
-    shift_labels: bool = False  # position t predicts token t + 1: labels and masks were shifted by one
+    stopped: str = ""  #: why a run ended before its data did
+    shift_labels: bool = False  #: position t predicts token t + 1: labels and masks were shifted by one
     versions: dict[str, str] = field(default_factory=lambda: {"torch": str(torch.__version__)})
-    processes: int = 1  # that have shared the run
-    parts: int = 1  # how many runs have been added
-    draws: list[list[int]] = field(default_factory=list)  # of each run: [seed, start, stop, step] of its batches
-    data_fingerprints: list[str] = field(default_factory=list)  # of each run: that of batch 0 of all its data
-    weights: str = ""  # a fingerprint of the parameters
-    scale: float = 1.0  # what the result was multiplied by
-    error_bars: ErrorBars = True  # what has standard errors: each entry, each row of a weight ("rows"), or nothing
-    frozen: list[str] = field(default_factory=list)  # parameters that were left out because they are not trainable
-    tied: dict[str, str] = field(default_factory=dict)  # other names of shared parameters: the name in the result
+    processes: int = 1  #: that have shared the run
+    parts: int = 1  #: how many runs have been added
+    draws: list[list[int]] = field(default_factory=list)  #: of each run: [seed, start, stop, step] of its batches
+    data_fingerprints: list[str] = field(default_factory=list)  #: of each run: that of batch 0 of all its data
+    weights: str = ""  #: a fingerprint of the parameters
+    scale: float = 1.0  #: what the result was multiplied by
+    error_bars: ErrorBars = True  #: what has standard errors: each entry, each row of a weight ("rows"), or nothing
+    frozen: list[str] = field(default_factory=list)  #: parameters that were left out because they are not trainable
+    tied: dict[str, str] = field(default_factory=dict)  #: other names of shared parameters: the name in the result
 
     @property
     def position(self) -> str:

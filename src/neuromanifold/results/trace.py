@@ -55,12 +55,12 @@ class TraceEstimate(Scalable, Viewed):
         ('2.51', 0.0)
     """
 
-    sum: float  # over the samples
-    noise: float  # standard error of the sum
-    count: int  # samples
+    sum: float  #: over the samples
+    noise: float  #: standard error of the sum
+    count: int  #: samples
     provenance: Provenance
     reduction: Reduction = "mean"
-    positions: int = 0  # output distributions, such as tokens; 0: not known
+    positions: int = 0  #: output distributions, such as tokens; 0: not known
 
     @property
     def value(self) -> float:

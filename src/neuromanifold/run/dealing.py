@@ -17,9 +17,9 @@ import torch
 from neuromanifold.core.checks import message, warn
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
+from neuromanifold.problem.problem import sampler_replicas
 from neuromanifold.problem.suspicions import SuspiciousInputWarning
 from neuromanifold.run.checkpoint import CheckpointedRun, identity_of
-from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
 from neuromanifold.run.processes import Processes
 from neuromanifold.run.settings import Distributed, LoopOptions
@@ -29,7 +29,7 @@ _COMPARED = 1024  # numbers of each parameter that processes compare
 
 @dataclass(frozen=True)
 class Dealing:
-    """DealtWindows of batches, by their place in the data: the shard's, and this process's."""
+    """Which windows of batches are of the shard, and which of them this process does, by their place in the data."""
 
     shard: tuple[int, int] = (0, 1)
     window: int = 1
@@ -107,28 +107,30 @@ class Window(NamedTuple):
 class DealtWindows:
     """The windows of this process.  Batches of others are read, too: all have to be what they were."""
 
-    def __init__(
-        self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun, counts: Counts
-    ) -> None:
-        self._items, self._dealing, self._processes = items, dealing, processes
-        self._saved, self._counts = saved, counts
+    def __init__(self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun) -> None:
+        self._items, self._dealing, self._processes, self._saved = items, dealing, processes, saved
         self._chain = Chain(2 * dealing.window * dealing.world)
         self.end = 0
         """The number of the batch after the last one that was read."""
+        self.first = ""
+        """The fingerprint of batch 0 of the data, whichever shard this is."""
 
     def __iter__(self) -> Iterator[Window]:
         """Go through the data."""
-        size, place = self._dealing.window, 0
+        size, place, resumed = self._dealing.window, 0, self._saved.ends_at > 0
+        chained = self._saved.is_kept or self._dealing.compares
         while window := list(islice(self._items, size)):
             if not place:
-                self._counts.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
+                self.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
             numbered = list(enumerate(window, self._dealing.number(place) * size))
             self.end = numbered[-1][0] + 1
             if self._dealing.in_shard(place):
-                self._extend_chain(numbered)
+                if chained:
+                    self._extend_chain(numbered)
                 if self._dealing.is_mine(place):
-                    fresh = [(number, item) for number, item in numbered if not self._saved.was_done(number)]
-                    yield Window(place, self.end, fresh)
+                    if resumed:
+                        numbered = [one for one in numbered if not self._saved.was_done(one[0])]
+                    yield Window(place, self.end, numbered)
             place += 1
 
     def note_done(self, window: Window) -> None:
@@ -141,10 +143,9 @@ class DealtWindows:
             self._chain.compare(self._processes, ended)
 
     def _extend_chain(self, numbered: list[tuple[int, object]]) -> None:
-        if self._saved.is_kept or self._dealing.compares:
-            for number, item in numbered:
-                begins = not self._chain.value
-                self._saved.compare(number, self._chain.extend(number, item), begins)
+        for number, item in numbered:
+            begins = not self._chain.value
+            self._saved.compare(number, self._chain.extend(number, item), begins)
 
 
 _SAME = "the same batches in the same order on all processes"
@@ -199,24 +200,6 @@ def _agree(
     if sampled:
         _warn_if_padded(data)
     return own
-
-
-def sampler_replicas(data: object) -> int:
-    """Among how many processes a DataLoader's sampler divides the samples; 1 where it does not."""
-    for sampler in (getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None)):
-        replicas = getattr(sampler, "num_replicas", 1)
-        if isinstance(replicas, int) and replicas > 1:
-            return replicas
-    return 1
-
-
-def refuse_a_part(data: object, what: str) -> None:
-    """Refuse data that a sampler divides among processes where each process would go on with its part alone."""
-    if sampler_replicas(data) > 1:
-        sharing = "fisher_diagonal, fisher_trace and fisher_kronecker"
-        advice = f"Leave out the DistributedSampler; {sharing} share the data among processes."
-        got = f"a part of them, by a DistributedSampler for {sampler_replicas(data)} processes"
-        raise ValueError(message("data", f"whole for {what}, which runs on a single process", got, advice))
 
 
 def _warn_if_padded(data: Any) -> None:

@@ -18,9 +18,9 @@ from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.fingerprint import fingerprint
-from neuromanifold.problem.model import Selection, plain_name, tied_names
+from neuromanifold.problem.model import Selection, ShiftLabels, plain_name, tied_names
+from neuromanifold.problem.offloaded import loaded
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
@@ -84,7 +84,7 @@ def fisher_diagonal(
 
     Args:
         model: any module whose output is, holds or begins with logits; or a `function(parameters, *inputs)`, given
-            its `parameters` as a dict of tensors.  Nothing of it is changed.
+            its `parameters` as a dict of tensors.  It is not changed.
         data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under `label_key`.
         estimator: how; the default `nm.Hutchinson()` is unbiased in one backward pass for each batch.
         likelihood: what the outputs mean: `nm.Categorical`, `nm.Bernoulli`, `nm.Gaussian`, or a function of them.
@@ -139,12 +139,11 @@ def fisher_diagonal(
         0.258 ± 0.043
     """
     estimator = _estimator(estimator, passes)
-    problem = Problem.of(
-        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
-    )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
-    return diagonal_of(problem, settings, options, view, rtol, error_bars)
+    asked = model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    with loaded(model, parameters):
+        return diagonal_of(Problem.of(*asked, shards=True), settings, options, view, rtol, error_bars)
 
 
 def diagonal_of(
@@ -244,15 +243,15 @@ def fisher_trace(
         2.39 ± 0.38
     """
     estimator = _estimator(estimator, passes)
-    problem = Problem.of(
-        *(model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels), shards=True
-    )
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed)
+    asked = model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     sums = TraceSums(estimator.noise_factor)
-    with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
-        counts = _run(problem, settings, sums, options, rtol, shards)
-    provenance = make_provenance(problem, settings, counts, options.shard)
+    with loaded(model, parameters):
+        problem = Problem.of(*asked, shards=True)
+        with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+            counts = _run(problem, settings, sums, options, rtol, shards)
+        provenance = make_provenance(problem, settings, counts, options.shard)
     provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance
     return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view, counts.positions)
 

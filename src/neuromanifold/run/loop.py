@@ -1,30 +1,36 @@
 """The one loop over data that diagonals, traces, factors and matrices come from.
 
-for window of batches:                                      of this process and shard, without what was done before
+for window of batches:                                      those of this process and shard (dealing.py)
     for batch in window:                                    a single one, but with adaptive passes (windows.py)
-        outputs = forward(batch)                            one forward pass, shared by all probes
+        outputs = forward(batch)                            one forward pass, shared by all probes (methods.py)
         core = likelihood(logits at the positions that count)
         for u in estimator.cotangents(core, labels, generator):
             sums.add(gradients of u)                        one backward pass, squared per sample or per batch
-    write a checkpoint, if it is due; stop, if `rtol` is reached
+    write a checkpoint, if it is due (checkpoint.py); stop, if `rtol` is reached (stopping.py)
 
 A run is shared by the processes of torch.distributed, of which there may be one: at the end, all have the whole.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from neuromanifold.core.checks import message
+from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import DiagonalSums, GradientSums
+from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Reporter
 from neuromanifold.run.checkpoint import CheckpointedRun
 from neuromanifold.run.counts import Counts
-from neuromanifold.run.dealing import DealtWindows, deal
+from neuromanifold.run.dealing import Dealing, DealtWindows, Window, deal
+from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.methods import Method, make_method
 from neuromanifold.run.processes import together
-from neuromanifold.run.settings import LoopOptions, Settings
-from neuromanifold.run.steps import Steps
+from neuromanifold.run.settings import CudaGraphs, LoopOptions, Settings
 from neuromanifold.run.stopping import Accuracy, Interrupts, Stopping
+from neuromanifold.run.windows import AdaptiveSteps
 
 _NONE = Accuracy(None, lambda *_: None)
 
@@ -56,7 +62,7 @@ def run(
         steps = Steps(method, sums, counts, dealing, options.cuda_graphs)
         saved = CheckpointedRun(options.checkpoint, method, sums, counts)
         saved.resume(processes, options.shard, dealing.own_data)
-        windows = DealtWindows(items, dealing, processes, saved, counts)
+        windows = DealtWindows(items, dealing, processes, saved)
         stopping = Stopping(accuracy, counts, sums, processes, dealing, saved.begins_at)
         reporter = Reporter(options.progress if processes.rank == 0 else False)
         with method.attached(), interrupts.watched():
@@ -71,7 +77,7 @@ def run(
                 if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
                     raise
                 stopping.interrupt()
-        counts.stopped = stopping.reason
+        counts.stopped, counts.first = stopping.reason, windows.first
         windows.compare(ended=not stopping.reason)
         counts = Counts.total(processes.gather("counts", counts.shared()))
         processes.reduce(sums)
@@ -110,3 +116,55 @@ def _go_through(
         steps.synchronize()
         saved.check_length(windows.end)
         saved.write()
+
+
+class Steps:
+    """Does windows: batch by batch, eagerly or as CUDA graphs; or all batches of a window together."""
+
+    def __init__(
+        self, method: Method, sums: GradientSums, counts: Counts, dealing: Dealing, cuda_graphs: CudaGraphs
+    ) -> None:
+        self._method, self._sums, self._counts, self._dealing = method, sums, counts, dealing
+        captures = cuda_graphs is True or (cuda_graphs == "auto" and method.problem.device.type == "cuda")
+        self._captured = CapturedSteps(method, sums, cuda_graphs) if captures else None
+        adaptive = isinstance(method.settings.estimator, Adaptive)
+        self._outputs_of = AdaptiveSteps(method, sums, counts) if adaptive else partial(map, self._one)
+        self._inspected, self._left = method.passes > 0, method.left_to_autograd
+
+    def __call__(self, window: Window) -> None:
+        """Do the passes of all batches of a window, and count them."""
+        batches = [self._method.problem.read(item, number) for number, item in window.items]
+        for batch, outputs in zip(batches, self._outputs_of(batches), strict=True):
+            self._examine(batch, outputs)
+            self._counts.add(outputs)
+        self._counts.next = max(self._counts.next, window.end)
+        self._counts.note(self._method)
+
+    def synchronize(self) -> None:
+        """Wait for what is still open, so that counts and sums are right."""
+        if self._captured is not None:
+            self._captured.synchronize()
+        self._method.validation.flush()
+        self._counts.note(self._method)
+        self._counts.synchronize()
+
+    def _one(self, batch: Batch) -> Outputs:
+        """Do the passes of a single batch, and return its outputs without their activations."""
+        if isinstance(self._sums, DiagonalSums):
+            self._sums.begin_batch(self._dealing.index(batch.number), self._method.problem.samples_of(batch))
+        outputs = self._captured(batch) if self._captured else self._method(batch, self._sums)
+        self._sums.synchronize()
+        return outputs.detached()
+
+    def _examine(self, batch: Batch, outputs: Outputs) -> None:
+        """Warn of what looks wrong, in the first batch and when parameters turn out to be slow; note noise."""
+        problem, left, done = self._method.problem, self._method.left_to_autograd, self._counts.batches
+        if (done & (done - 1) == 0 and not self._inspected) or left > self._left:  # 0, 1, 2, 4, ...: these are enough
+            self._inspected = problem.inspect(batch, outputs)
+        self._left = left
+        index = self._dealing.index(batch.number)
+        if index & (index - 1) == 0:
+            core = problem.distributions(outputs, labels=False).core
+            self._counts.add_noise_shares(self._method.settings.estimator.noise_shares(core))
+            if isinstance(self._sums, DiagonalSums):
+                self._sums.note_traces(outputs.per_sample(core.trace()))

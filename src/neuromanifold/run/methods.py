@@ -246,17 +246,17 @@ class PerSample(Method):
         assert backward is not None
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
-        apart = self._scale.is_needed(logits) or (self._sends_positions_apart(backward) and logits.ndim > 2)
-        apart = apart or bool(backward.uses.remaining)
+        apart = self._sends_positions_apart(backward)
+        alone = (apart and logits.ndim > 2) or bool(backward.uses.remaining) or self._scale.is_needed(logits)
         while group := list(islice(drawn, 1)):
-            at_once = 1 if apart else backward.how_many_at_once(logits, group[0].left)
+            at_once = 1 if alone else backward.how_many_at_once(logits, group[0].left)
             if at_once > 1 and self.engine.vectorizes(backward, logits):
                 group.extend(islice(drawn, at_once - 1))
                 made_by = [self._pass(one, 1.0, more=True) for one in group]
                 backward.to_uses(logits, [one.values for one in group], [sums] * len(group), made_by)
                 self.passes += len(group)
             else:
-                self._add_one(outputs, group[0], sums, backward)
+                self._add_one(outputs, group[0], sums, backward, apart)
 
     @override
     def release(self) -> None:
@@ -286,10 +286,12 @@ class PerSample(Method):
         self.engine.set_state(state["engine"])
         self._scale.exponent = state["exponent"]
 
-    def _add_one(self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward) -> None:
-        """One pass; for fixed columns one for each position, and for each sample where there are no rules."""
-        logits, alone = outputs.logits, [] if self._mixes else backward.uses.remaining
-        apart = self._sends_positions_apart(backward)
+    def _add_one(
+        self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward, apart: bool
+    ) -> None:
+        """One pass; or one for each position (`apart`), and for each sample where there are no rules."""
+        logits, remaining = outputs.logits, backward.uses.remaining
+        alone = [] if self._mixes else remaining
         pieces = by_position(cotangent.values, outputs.valid) if apart else iter([cotangent.values])
         for piece in pieces:
             keep = cotangent.left > 1 or apart or bool(alone)
@@ -297,7 +299,7 @@ class PerSample(Method):
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
             sent = values.clone() if alone else values  # a backward that works in place would change it
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
-            if self._mixes:
+            if self._mixes and remaining:
                 sums.add(gradients, made_by)
             one_sample = made_by._replace(noise=made_by.sample_noise)
             for single in by_sample(values) if alone else ():

@@ -75,8 +75,8 @@ class Stopping:
 
     def _ask(self, ended: bool) -> None:
         self.reason = self.reason or self._processes.stopped
-        rtol, due = self._accuracy.rtol, is_due(self._round * self._dealing.window)
-        if self.reason or rtol is None or self._round < self._first or not due:
+        waits = self.reason or self._accuracy.rtol is None or self._round < self._first
+        if waits or not is_due(self._round * self._dealing.window):
             return
         found = self._processes.gather_unless_stopped(f"round {self._round}", [self._counts.shared(), ended])
         if found is None:

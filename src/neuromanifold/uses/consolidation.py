@@ -81,7 +81,7 @@ class Consolidation(Scalable):
         self.reduction, self.tied = fim.reduction, dict(tied)
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """Return the penalty as a scalar, to be added to the loss; in float32 or better, also inside of autocast.
+        """Return the penalty as a scalar, to be added to the loss; in float32 or better, also inside autocast.
 
         Frozen parameters count, without a gradient.
         """

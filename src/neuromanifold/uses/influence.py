@@ -42,7 +42,7 @@ def influence(
     [Q, P], and those of one batch of training samples.
 
     Args:
-        model: trained; a classifier with labels, or another `likelihood` with its targets.  Nothing of it is changed.
+        model: trained; a classifier with labels, or another `likelihood` with its targets.  It is not changed.
         train: batches (inputs, labels) of training samples, in the order of the columns.
         test: batches of test samples, in the order of the rows.
         fisher: `nm.fisher_kronecker(model, train)`, or another metric; its parameters are those that count.

@@ -32,8 +32,8 @@ from neuromanifold.uses.weights import Weight, attention_outputs, weights_of
 class PruningPlan:
     """Which entries stay, and by how much the loss per sample is predicted to grow without the others."""
 
-    masks: Mapping[str, Tensor]  # bool, by the names of the result: True stays
-    losses: Mapping[str, float]  # ½ Σ F_ii θ_i² over what is pruned
+    masks: Mapping[str, Tensor]  #: bool, by the names of the result: True stays
+    losses: Mapping[str, float]  #: ½ Σ F_ii θ_i² over what is pruned
     tied: Mapping[str, str]
 
     @property
@@ -93,7 +93,7 @@ def plan_pruning(
     """Return masks that prune the entries (or groups) with the least ½ Σ F_ii θ_i², the loss that is expected from it.
 
     Args:
-        model: whose parameters are scored; nothing of it is changed before `plan.apply(model)`.
+        model: whose parameters are scored; it is not changed before `plan.apply(model)`.
         fim: a result for this model.  Its mean over samples is used, whatever its view.
         sparsity: the share of entries to be pruned; of groups, as many as fit into it.  N:M has its own, 1 − N/M.
         structure: "entries", "2:4" or another N:M, "rows" (each parameter keeps at least one), or "heads".

@@ -84,10 +84,10 @@ class QuantizationPlan:
     """A format for each weight: its size, and the loss per sample that it is predicted to cost."""
 
     formats: Mapping[str, str]
-    sizes: Mapping[str, float]  # bits
+    sizes: Mapping[str, float]  #: bits
     losses: Mapping[str, float]
     entries: Mapping[str, int]
-    bound: float  # no choice of formats within the budget has a smaller predicted loss
+    bound: float  #: no choice of formats within the budget has a smaller predicted loss
 
     @property
     def loss_increase(self) -> float:
@@ -136,8 +136,8 @@ class QuantizationSensitivity:
     output channel; `plan` chooses formats, `uniform` takes the same for all.
     """
 
-    channels: Mapping[str, Mapping[str, Tensor]]  # [outputs], float64
-    sizes: Mapping[str, Mapping[str, float]]  # bits
+    channels: Mapping[str, Mapping[str, Tensor]]  #: [outputs], float64
+    sizes: Mapping[str, Mapping[str, float]]  #: bits
     entries: Mapping[str, int]
 
     def __getitem__(self, name: str) -> dict[str, float]:
@@ -229,7 +229,7 @@ def quantization_sensitivity(
 ) -> QuantizationSensitivity:
     """Return ½ Σ F_ii Δ_i² of each weight in each format, with Δ the rounding errors: the KL divergence to expect.
 
-    Nothing of the model changes.
+    The model is not changed.
 
     Args:
         model: whose weights are rounded.

@@ -37,7 +37,7 @@ class LayerScore:
     parameters: tuple[str, ...]
     entries: int
     trace: float
-    relative: float  # Σ F_ii θ_i²
+    relative: float  #: Σ F_ii θ_i²
 
     @property
     def mean(self) -> float:
@@ -50,7 +50,7 @@ class TuningPlan:
     """Which layers are tuned, with the scores of all."""
 
     chosen: tuple[str, ...]
-    scores: Mapping[str, LayerScore]  # by layer
+    scores: Mapping[str, LayerScore]  #: by layer
     by: str
 
     @property
@@ -85,9 +85,9 @@ class TuningPlan:
 class LoraPlan:
     """The rank of each module's LoRA, as peft's configuration takes it."""
 
-    ranks: Mapping[str, int]  # by module
+    ranks: Mapping[str, int]  #: by module
     traces: Mapping[str, float]
-    costs: Mapping[str, int]  # parameters for each rank: inputs + outputs
+    costs: Mapping[str, int]  #: parameters for each rank: inputs + outputs
     rank: int
 
     @property

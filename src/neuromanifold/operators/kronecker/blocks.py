@@ -24,15 +24,15 @@ Kind = Literal["kronecker", "table", "tied table", "dense", "dense rows", "diago
 class EigenBlock:
     """Eigenvalues, as sums over samples, and eigenvectors of one block of F."""
 
-    names: tuple[str, ...]  # a weight, perhaps with the bias that is a further column (or row) of its matrix
+    names: tuple[str, ...]  #: a weight, perhaps with the bias that is a further column (or row) of its matrix
     kind: Kind
-    eigenvalues: Tensor  # E [G, L, R]
-    left: Tensor | None = None  # U [G, L, L]; None: the identity
-    right: Tensor | None = None  # V [G, R, R]
-    factor_values: tuple[Tensor, ...] | None = None  # eigenvalues [G, L] and [G, R] of the factors' sums
-    terms: float = 1.0  # F ≈ L ⊗ R/terms
-    stderr: Tensor | None = None  # of E, if it was corrected
-    turned: bool = False  # the bias is a row
+    eigenvalues: Tensor  #: E [G, L, R]
+    left: Tensor | None = None  #: U [G, L, L]; None: the identity
+    right: Tensor | None = None  #: V [G, R, R]
+    factor_values: tuple[Tensor, ...] | None = None  #: eigenvalues [G, L] and [G, R] of the factors' sums
+    terms: float = 1.0  #: F ≈ L ⊗ R/terms
+    stderr: Tensor | None = None  #: of E, if it was corrected
+    turned: bool = False  #: the bias is a row
 
     @property
     def is_product(self) -> bool:

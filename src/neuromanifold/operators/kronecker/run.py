@@ -21,9 +21,8 @@ from neuromanifold.operators.kronecker.blocks import EigenBlock, Eigenvectors, K
 from neuromanifold.operators.kronecker.result import KroneckerFisher
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
-from neuromanifold.problem.causal import ShiftLabels
 from neuromanifold.problem.cotangents import batch_seed
-from neuromanifold.problem.model import Selection
+from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood

@@ -324,7 +324,6 @@ class DiagonalSums:
         """Square the gradients of small parameters, all together."""
         self._small.flush()
 
-    @torch.no_grad()
     def end_batch(self) -> None:
         """Add the products that were summed over the passes of this batch, and square small parameters."""
         products, self._products = self._products, {}
@@ -332,6 +331,7 @@ class DiagonalSums:
             self._add_product(i, product)
         self._small.flush()
 
+    @torch.no_grad()
     def _add_product(self, i: int, product: SquaredProduct) -> None:
         self.add_samples(i, product, Pass(sample_noise=float(product.random)))
 

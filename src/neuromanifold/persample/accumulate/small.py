@@ -25,7 +25,7 @@ class _Entry(NamedTuple):
     values: Tensor  # [n, *shape]  the gradients of one parameter
     scale: float  # they are so many times too large
     noise: float  # c with Var(g²) <= c E[g⁴]
-    version: int  # of the values, which autograd may share with others
+    version: int | None  # of the values, which autograd may share with others
 
     def goes_with(self, other: _Entry) -> bool:
         """Whether both can be squared in one operation."""
@@ -60,20 +60,22 @@ class SmallSums:
 
     def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
         """Take per-sample gradients of parameter number i, [n, *shape], until the next `flush`."""
-        entry = _Entry(values, scale, noise, _tensor_version(values))
+        entry = _Entry(values, scale, noise, None if values.is_inference() else values._version)
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Square the gradients that have been taken, and add them to the sums."""
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, {}
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            self._square(waiting)
+
+    @torch.no_grad()
+    def _square(self, waiting: dict[int, _Entry]) -> None:
         columns, rows = [], []
         for i, (values, scale, noise, version) in waiting.items():  # noqa: B007 (scale and noise are those of all)
-            if _tensor_version(values) != version:
+            if version is not None and values._version != version:
                 text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
                 text += "in place on what it is given, which autograd shares. Let it return a new one."
                 raise RuntimeError(text)
@@ -176,16 +178,13 @@ class SmallSums:
         return found
 
 
-def _tensor_version(values: Tensor) -> int:
-    return 0 if values.is_inference() else values._version
-
-
 def _sum_of_squares(values: Tensor) -> Tensor:
     """Return Σ_n values², in float64; on a CPU, norms over a first dimension take twenty times as long."""
     if values.device.type != "cpu":
         norms: Tensor = torch.linalg.vector_norm(values, dim=0, dtype=torch.float64)
         return norms.square_()
-    parts = torch.split(values, max(1, _PART // max(1, values.shape[1])))
+    rows = max(1, _PART // max(1, values.shape[1]))
+    parts = torch.split(values, rows) if len(values) > rows else [values]
     first, *others = [part.double().square_().sum(0) for part in parts]
     return sum(others, first)
 

@@ -76,7 +76,7 @@ def check_rule(
             dimension of the first one holds the samples (two at least), and so does that of every other tensor of the
             same length.  Give positions, if the layer may have any: [samples, positions, features].
         options: keyword arguments of the call.
-        samples: at most so many of the samples are used; each takes a backward pass.
+        samples: how many of the samples to use at most; each takes a backward pass.
         seed: random seed of the output gradient.
 
     Returns:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, Accumulators
-from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_rounded_squares, sums_wider
+from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_squares_of_rank_one
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
@@ -124,16 +124,13 @@ class Product(Form):
     left: Tensor
     right: Tensor
     shape: torch.Size = field(default_factory=torch.Size)
-    turned: bool = False  # gradients of outputs are on the right, as of a weight stored as [i, o]
+    turned: bool = False  #: gradients of outputs are on the right, as of a weight stored as [i, o]
 
     def __post_init__(self) -> None:
         self.samples, self.device = self.left.shape[0], self.left.device
         self.shape = self.shape or torch.Size((self.left.shape[-1], self.right.shape[-1]))
-
-    @property
-    def single(self) -> bool:
+        self.single = self.left.ndim == 3 and self.left.shape[1] == 1
         """Whether each sample has one position: then the square of the product is the product of the squares."""
-        return self.left.ndim == 3 and self.left.shape[1] == 1
 
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -172,15 +169,9 @@ class Product(Form):
         if not to.takes_rows(outs):
             super().add_squares(to)
             return
-        dtype, flat = to.squares.dtype, to.view(outs, ins)
-        if self.single and sums_wider(self.left, self.right):
-            add_rounded_squares(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
-        elif self.single:
-            step = max(ins, tile_size(self.device) // max(1, outs))  # of the tokens of a batch there are many
-            for start, stop in ranges(self.samples, step):
-                left, right = self.left[start:stop, 0].to(dtype), self.right[start:stop, 0].to(dtype)
-                squares = left.square() if to.factor == 1.0 else (left * to.factor).square_()
-                add_product_of_squares(squares, None, right, flat)
+        flat = to.view(outs, ins)
+        if self.single:
+            add_squares_of_rank_one(self.left[:, 0], self.right[:, 0], flat, tile_size(self.device))
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 
@@ -229,8 +220,8 @@ class Product(Form):
 class Rows(Form):
     """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
 
-    values: Tensor  # [n, t, d]
-    ids: Tensor  # [n, t]
+    values: Tensor  #: [n, t, d]
+    ids: Tensor  #: [n, t]
     rows: int
     thins: ClassVar[bool] = False
 
@@ -341,7 +332,7 @@ class SquaredProduct(Form):
     @override
     def add_squares(self, to: Accumulators) -> None:
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
-        add_product_of_squares(self.squares, self.fourths, right, to.view(*self.shape))
+        add_product_of_squares(self.squares, self.fourths, right.square_(), to.view(*self.shape))
 
 
 def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:

@@ -8,49 +8,44 @@ from torch import Tensor
 from neuromanifold.kernels.values import BOUND, Accumulators
 
 
-def add_product_of_squares(left2: Tensor, left4: Tensor | None, right: Tensor, to: Accumulators) -> None:
-    """Add (left²)ᵀ(right²) [o, i], and fourth powers; left² and left⁴ [n, o] may be sums over cotangents."""
-    right2 = right.square()
-    to.squares.addmm_(left2.T, right2, alpha=to.unit**2)
-    if to.rows is not None and left4 is None:
-        to.add_row_norms(left2 * right2.sum(1, keepdim=True))
-    elif to.rows is not None and left4 is not None:
-        powers = left4.T @ right2.sum(1).clamp_(max=BOUND**0.5).square_()
-        parts = len(powers) // len(to.rows)  # (Σ_k a_k)² <= K Σ_k a_k²
-        to.rows.add_(powers.view(len(to.rows), parts).sum(1), alpha=parts * to.weight)
-    if to.fourths is not None:
-        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
-        to.fourths.addmm_(left4.T, right2.square_(), alpha=to.weight)
+def add_squares_of_rank_one(left: Tensor, right: Tensor, to: Accumulators, numbers: int) -> None:
+    """Add Σ_n (l_n ⊗ r_n)² [o, i], and fourth powers, for l [n, o] and r [n, i]; about `numbers` numbers at a time.
 
-
-def add_rounded_squares(left: Tensor, right: Tensor, to: Accumulators, numbers: int) -> None:
-    """Add Σ_n (l_n ⊗ r_n)² [o, i] for l [n, o] and r [n, i] in bfloat16: squares are rounded to it, sums are not.
-
-    Rounding squares adds half of the error that rounding l and r has made; tensor cores take the products, and next to
-    the sums there are `numbers` numbers at a time, not l in float32.
+    On a GPU, squares of bfloat16 stay in it, as products of an ordinary backward pass do: rounding them adds as much to
+    the error as rounding l and r has made.  Elsewhere all is done in the precision of the sums.
     """
-    (outs, ins), dtype = to.squares.shape, to.squares.dtype
-    right2 = right.square()
-    norms2 = right2.sum(1, keepdim=True, dtype=dtype)
+    (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
+    factor, right2 = to.factor, right.to(dtype).square()
     step = max(1, numbers // max(1, len(left), ins)) if to.rows is None or len(to.rows) == outs else outs
     for start in range(0, outs, step):
-        part, left2 = to.narrow(start, start + step), (left[:, start : start + step] * to.factor).square_()
-        part.squares.add_(wide_product(left2, right2, dtype), alpha=to.unit**2)
-        if part.rows is not None:
-            part.add_row_norms(left2 * norms2)
-        if part.fourths is not None:
-            left4 = left2.clamp_(max=BOUND**0.5).square_()
-            part.fourths.add_(wide_product(left4, right2.square(), dtype), alpha=to.weight)
+        part = left[:, start : start + step].to(dtype)
+        left2 = part.square() if factor == 1.0 else (part * factor).square_()
+        add_product_of_squares(left2, None, right2, to.narrow(start, start + step) if step < outs else to)
 
 
-def sums_wider(left: Tensor, right: Tensor) -> bool:
-    """Return whether products of such factors can be summed in float32: those of bfloat16 on CUDA, since torch 2.8."""
-    half = left.dtype == right.dtype == torch.bfloat16
-    return half and left.device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype")
+def add_product_of_squares(left2: Tensor, left4: Tensor | None, right2: Tensor, to: Accumulators) -> None:
+    """Add (l²)ᵀ(r²) [o, i], and fourth powers; l² and l⁴ [n, o] may be sums over cotangents."""
+    _add_product(left2, right2, to.squares, to.unit**2)
+    if to.rows is not None:
+        norms2 = right2.sum(1, keepdim=True, dtype=to.rows.dtype)
+        if left4 is None:
+            to.add_row_norms(left2 * norms2)
+        else:
+            powers = left4.T @ norms2[:, 0].clamp_(max=BOUND**0.5).square_()
+            parts = len(powers) // len(to.rows)  # (Σ_k a_k)² <= K Σ_k a_k²
+            to.rows.add_(powers.view(len(to.rows), parts).sum(1), alpha=parts * to.weight)
+    if to.fourths is not None:
+        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
+        _add_product(left4, right2.square(), to.fourths, to.weight)
 
 
-def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return leftᵀ right, summed in `dtype`."""
-    if left.device.type == "cuda":
-        return torch.ops.aten.mm.dtype(left.T, right, dtype)  # type: ignore[no-any-return]
-    return left.T.to(dtype) @ right.to(dtype)
+def _stays(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cuda"
+
+
+def _add_product(left: Tensor, right: Tensor, to: Tensor, factor: float) -> None:
+    """Add leftᵀ right times a factor, in the precision of the product."""
+    if left.dtype == to.dtype:
+        to.addmm_(left.T, right, alpha=factor)
+    else:
+        to.add_(left.T @ right, alpha=factor)

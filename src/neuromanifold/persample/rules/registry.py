@@ -16,12 +16,12 @@ class Call(NamedTuple):
     """One call of a module: what went in, and the gradient of what came out, both with samples first."""
 
     module: nn.Module
-    x: Tensor  # the first argument, [n, ...]
-    others: tuple[Any, ...]  # the other positional arguments, as they came
-    options: dict[str, Any]  # the keyword arguments, as they came
-    g: Tensor  # the gradient of the output, [n, ...]
-    wanted: frozenset[str]  # names of the module's own parameters whose gradients are asked for
-    validating: bool = True  # whether the rule should check that it applies; False once it has been validated
+    x: Tensor  #: the first argument, [n, ...]
+    others: tuple[Any, ...]  #: the other positional arguments, as they came
+    options: dict[str, Any]  #: the keyword arguments, as they came
+    g: Tensor  #: the gradient of the output, [n, ...]
+    wanted: frozenset[str]  #: names of the module's own parameters whose gradients are asked for
+    validating: bool = True  #: whether the rule should check that it applies; False once it has been validated
 
 
 RuleFunction = Callable[[Call], dict[str, Form]]

@@ -40,8 +40,8 @@ _KNOWN: dict[str, type[Core]] = {"Categorical": Categorical, "Bernoulli": Bernou
 class Prediction(NamedTuple):
     """Mean and variance of y for each output that counts; y is one-hot for classes, so that its mean is p(y | x)."""
 
-    mean: Tensor  # [N, C] probabilities, or [N, D] expected targets
-    variance: Tensor  # [N, C] or [N, D], the noise of the targets included
+    mean: Tensor  #: [N, C] probabilities, or [N, D] expected targets
+    variance: Tensor  #: [N, C] or [N, D], the noise of the targets included
 
 
 class Laplace:
@@ -53,7 +53,7 @@ class Laplace:
 
     Args:
         model: the trained model at whose parameters `fim` was computed.
-        fim: of `nm.fisher_kronecker`, with correlations inside of each layer, or of `nm.fisher_diagonal`, without any;
+        fim: of `nm.fisher_kronecker`, with correlations within each layer, or of `nm.fisher_diagonal`, without any;
             over part of the training data if `samples` says how many there are in all.
         prior_precision: δ > 0, one for all parameters, or a mapping from the result's names to one for each tensor, the
             same for a weight and a bias that share a Kronecker block.

@@ -61,7 +61,7 @@ class Merged(Mapping[str, Tensor]):
     """
 
     method: str
-    how: Mapping[str, str]  # of each tensor, in words; those that were left out, too
+    how: Mapping[str, str]  #: of each tensor, in words; those that were left out, too
     models: tuple[TensorSource, ...]
     fishers: tuple[_Importance, ...]
     weights: tuple[float, ...]
