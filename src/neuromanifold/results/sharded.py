@@ -158,6 +158,8 @@ def _remove_old(path: Path, files: Sequence[Path]) -> None:
 def remove_parts(path: Path, keep: Sequence[Path] = ()) -> None:
     """Remove files of tensors of other results of this name, and what a process that was killed has not finished."""
     named = re.compile(re.escape(path.name.removesuffix(".safetensors")) + r"(\.\d+)?-\d{5}-of-\d{5}\.safetensors")
+    remove_unfinished(path)
+    remove_unfinished(index_of(path))
     for file in path.absolute().parent.iterdir():
         if named.fullmatch(file.name.removeprefix(".").rpartition(".")[0]):
             remove_unfinished(file.with_name(file.name[1:-9]))

@@ -20,10 +20,28 @@ __all__ = ["FisherRecorder", "lightning_callback", "record_with_trainer"]
 
 
 class FisherRecorder:
-    """Computes the Fisher diagonal every so many steps, and keeps its trace and error; with a folder, saves it too.
+    """Computes the Fisher diagonal every so many steps of training, and keeps its trace and error.
 
-    The data should be a few fixed batches, so that steps can be compared.  The model is not changed.  `arguments`
-    are those of `nm.fisher_diagonal`, such as `parameters` and `passes`.
+    The model is not changed.  Cost: that of `fisher_diagonal` on the data, for each record.
+
+    Args:
+        data: a few fixed batches, so that steps can be compared.
+        every: steps between two records.
+        folder: where each result is saved, as step-N.safetensors; None saves none.
+        arguments: those of `fisher_diagonal`, such as `parameters` and `passes`.
+
+    Raises:
+        TypeError, ValueError: data that can be read only once, or an argument that `fisher_diagonal` does not have.
+        NotADirectoryError: `folder` is a file.
+
+    Example:
+        >>> from neuromanifold.uses.training.callbacks import FisherRecorder
+        >>> recorder = FisherRecorder(data, every=10)
+        >>> for step in range(1, 21):
+        ...     if recorder.is_due(step):  # after the step of the optimizer
+        ...         metrics = recorder.record(model, step)
+        >>> [record["step"] for record in recorder.history]
+        [10, 20]
     """
 
     def __init__(

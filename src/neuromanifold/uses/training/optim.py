@@ -142,10 +142,37 @@ class FisherOptimizer(Optimizer):
 
 
 class FisherSGD(FisherOptimizer):
-    """Gradient descent with momentum, preconditioned by the diagonal: a natural gradient.
+    """Gradient descent with momentum, preconditioned by the diagonal of F: a natural gradient.
 
-    b <- momentum b + g/(F̄ + damping),  θ <- (1 - lr weight_decay) θ - lr b.  F̄ is per output distribution, as g is if
-    the loss is a mean over them, so that lr = 1 without momentum is a full step of the diagonal natural gradient.
+        b ← momentum b + g/(F̄ + damping),     θ ← (1 - lr weight_decay) θ - lr b
+
+    F̄ is per output distribution, as g is if the loss is a mean over them, so that lr = 1 without momentum is a full
+    step of the diagonal natural gradient.  Cost: that of SGD, and one more backward pass for each call of
+    `update_fisher`.
+
+    Args:
+        params: parameters or groups of them, as for every optimizer of torch.
+        lr: learning rate.
+        momentum: weight of the past in b.
+        damping: added to F̄, whose entries may be zero.
+        weight_decay: decoupled, as in AdamW.
+        fisher_decay: weight of the past in F̄.
+        likelihood: what the logits mean, as in `fisher_diagonal`.
+        seed: random seed of the probes.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+        RuntimeError: `step` before the first `update_fisher`.
+
+    Example:
+        >>> optimizer = nm.optim.FisherSGD(model.parameters(), lr=1e-2)
+        >>> for step, (x, y) in enumerate(data):
+        ...     logits = model(x)
+        ...     if step % 2 == 0:
+        ...         optimizer.update_fisher(logits)  # before the loss's backward pass
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(logits, y).backward()
+        ...     optimizer.step()
     """
 
     def __init__(
@@ -176,10 +203,34 @@ class FisherSGD(FisherOptimizer):
 class FisherAdam(FisherOptimizer):
     """Adam with the Fisher diagonal in place of the squared gradient, and AdamW's weight decay.
 
-    θ <- (1 - lr weight_decay) θ - lr clamp(m̂/(√(F̄/R) + eps), ±clip), with m̂ as in Adam and R the output distributions
-    of a batch: F/R is the variance of the gradient of a mean loss, so that learning rates are about Adam's.  A squared
-    gradient is never much smaller than the gradient of the same step is large; F̄ can be, where the model is
-    confident and wrong, so each entry moves by lr·clip at most (as in Adam, about).
+        θ ← (1 - lr weight_decay) θ - lr clamp(m̂/(√(F̄/R) + eps), ±clip)
+
+    with m̂ as in Adam and R the output distributions of a batch: F/R is the variance of the gradient of a mean loss, so
+    that learning rates are about Adam's.  A squared gradient is never much smaller than the gradient of the same step
+    is large; F̄ can be, where the model is confident and wrong, so each entry moves by lr·clip at most (as in Adam,
+    about). Cost: that of Adam, and one more backward pass for each call of `update_fisher`.
+
+    Args:
+        params: parameters or groups of them, as for every optimizer of torch.
+        lr: learning rate.
+        beta: weight of the past in m, Adam's β₁.
+        eps: added to the denominator.
+        clip: the largest change of an entry, in units of lr.
+        weight_decay: decoupled, as in AdamW.
+        fisher_decay: weight of the past in F̄.
+        likelihood: what the logits mean, as in `fisher_diagonal`.
+        seed: random seed of the probes.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+        RuntimeError: `step` before the first `update_fisher`.
+
+    Example:
+        >>> optimizer = nm.optim.FisherAdam(model.parameters(), lr=1e-3)
+        >>> logits = model(inputs)
+        >>> optimizer.update_fisher(logits)  # every step, or every tenth
+        >>> nn.functional.cross_entropy(logits, labels).backward()
+        >>> _ = optimizer.step()
     """
 
     def __init__(
