@@ -190,7 +190,7 @@ def on_a_gpu(options: argparse.Namespace, device: torch.device, write: Callable[
             if name in LARGE:
                 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
                 given = name, options.data / "images.npz", device, options.epochs
-                (case,) = trained_images(*given, *((8, 4) if quick else (4096, 512)))
+                (case,) = trained_images(*given, *((8, 4) if quick else (3072, 512)))
             else:
                 (case,) = packed(options.data / name, device, *((16, 4, 0) if quick else (7168, 448, 6)))
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--costs", type=float, nargs="+", default=list(COSTS), help="of adaptive passes")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5, help="how often each run is timed")
@@ -256,7 +257,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() and options.what != "digits" else "cpu")
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
-    name = {"text": options.model and options.model.name, "gpu": "cifar"}.get(options.what, options.what)
+    name = {"gpu": "cifar"}.get(options.what, options.what)
+    if options.what == "text":
+        name = options.model.name + ("" if device.type == "cuda" else "-cpu")
     command = f"python benchmarks/adaptive.py {options.what} --batch {options.batch} --samples {options.samples} "
     command += f"--seeds {options.seeds} --turns {options.turns}"
     if options.what == "gpu":
@@ -278,7 +281,7 @@ def main() -> None:
     else:
         cases = text(options.model, device, options.samples, options.batch, 8)
     for case in cases:
-        write(measure(case, options.seeds, options.turns, device))
+        write(measure(case, options.seeds, options.turns, device, costs=options.costs))
     return None
 
 

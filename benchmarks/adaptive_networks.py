@@ -119,8 +119,8 @@ def small_vgg() -> nn.Module:
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epochs, learning rate
-    "residual": (small_residual, 24, 0.1),
-    "vgg": (small_vgg, 20, 0.05),
+    "residual": (small_residual, 48, 0.1),
+    "vgg": (small_vgg, 40, 0.05),
 }
 
 

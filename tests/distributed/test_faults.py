@@ -152,7 +152,7 @@ def kill_and_resume(folder: Path, seed: int, kills: int, number: int = 40) -> in
     """Kill a process at random times, each time another number of processes; return how often it was killed at work."""
     chance, killed = random.Random(seed), 0
     for _ in range(kills):
-        world = chance.choice([2, 2, 3])
+        world = chance.choice([2, 2, 3, 4])
         who, after = chance.randrange(world), chance.uniform(0.05, 1.0)
         found = outcomes(world, runs.killed, folder, who, after, number, 0.02)
         if found[who] is None:

@@ -150,7 +150,7 @@ def discover(
     reaching = [capture for capture in captures if capture.node in used_by]
     leaves = [(node, i) for node in used_by if (i := numbers.get(id(getattr(node, "variable", None)))) is not None]
     # Two heads that take turns have the same graph, and other parameters.
-    used = (~i if i in excluded else i for _, i in leaves)
+    used = (2 * i + (i in excluded) for _, i in leaves)
     kind = hash((signature(used_by, samples), *map(_KEY, reaching), *used))
     plan = plans.get(kind)
     verified = plan.layouts if plan is not None and plan.followed else {}

@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
     @property
     def positions(self) -> int | Tensor:
         """The number of distributions that count: samples, tokens or pixels; on a GPU a tensor."""
-        return self.logits[..., 0].numel() if self.valid is None else self.valid.sum()
+        return self.logits.shape[:-1].numel() if self.valid is None else self.valid.sum()
 
     def detached(self) -> Outputs:
         """Return the same without the autograd graph, and so without activations."""
