@@ -61,14 +61,23 @@ def write_commands(_: object) -> None:
     page.write_text(text.replace("# `neuromanifold`", "# Every command and option", 1))
 
 
-def link_names(_: object, _what: str, _name: str, _thing: object, _options: object, lines: list[str]) -> None:
+def link_names(_: object, what: str, _name: str, _thing: object, _options: object, lines: list[str]) -> None:
     """Link the public names that stand in docstrings, as `nm.name` or `name`, to their pages."""
+    if what in ("attribute", "property"):
+        lines[:0] = ["..", ""]  # an empty comment; else napoleon takes what stands before a colon for a type
     names = "|".join(neuromanifold.__all__)
     span = re.compile(rf"(?<!`)`((?:nm\.)?({names})(?:\(\))?)`(?!`)")
     lines[:] = [span.sub(r":py:obj:`\1 <neuromanifold.\2>`", line) for line in lines]
 
 
+def write_factories(*event: object) -> tuple[object, object] | None:
+    """Write a default that a factory makes as `...`, since Sphinx cannot read `<factory>`."""
+    signature, returned = event[-2:]
+    return (signature.replace("<factory>", "..."), returned) if isinstance(signature, str) else None
+
+
 def setup(application: object) -> None:
     """Have the page of commands written before the pages are read, and docstrings linked."""
     application.connect("builder-inited", write_commands)
-    application.connect("autodoc-process-docstring", link_names)
+    application.connect("autodoc-process-docstring", link_names, priority=400)  # before napoleon
+    application.connect("autodoc-process-signature", write_factories)

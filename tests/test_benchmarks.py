@@ -2,7 +2,10 @@
 
 import argparse
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +19,7 @@ MODULES = sorted(
     ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
     for path in (*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("gpu/[a-z]*.py"), *BENCHMARKS.glob("uses/[a-z]*.py"))
 )
-NEED_TRITON = {"gpu.shapes"}
+NEED_TRITON = {"gpu.compiled", "gpu.shapes"}
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,18 @@ def test_the_verification_check_sees_a_wrong_rule() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(behaviour, "WrongLinear", right)  # now nothing is wrong, and the check says that it was not found
         assert not any(passed for _, passed in behaviour._wrong_rule(torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    """The interpreter, by which other tests run them, passes what a compiler refuses."""
+    pytest.importorskip("triton")
+    paths = [str(BENCHMARKS), str(BENCHMARKS.parent / "src")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "gpu.compiled", "--precision", "bf16"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "ROWS=True" in done.stdout
 
 
 def test_graph_checks_run_without_a_gpu() -> None:

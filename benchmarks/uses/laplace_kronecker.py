@@ -83,7 +83,7 @@ def predictors(model: nn.Module, training: Split, validation: Split) -> dict[str
             "Kronecker": nm.fisher_kronecker(model, data, nm.Exact(), parameters=pattern),
         }
         if pattern is None:
-            results["Kronecker, one pass of noise,"] = nm.fisher_kronecker(model, data)
+            results["Kronecker, one pass of noise"] = nm.fisher_kronecker(model, data)
         for name, fim in results.items():
             make = partial(nm.Laplace, model, fim)
             both(make, make().optimize_prior_precision(), f"{layers}, {name}")
@@ -150,7 +150,7 @@ def main() -> None:
     if given.images is not None:
         found["Small images"] = study(partial(images, given.images), partial(convolutional, epochs=40), given.seeds)
     what = {
-        "Digits": "a perceptron, 600 epochs; 200 images to train on, 200 to validate, 800 to test",
+        "Digits": "A perceptron, 600 epochs; 200 images to train on, 200 to validate, 800 to test",
         "Small images": "CIFAR-10 at 16 x 16, a small convolutional network, 40 epochs; 2,000, 200 and 500 images",
     }
     header, text = ["method", "NLL", "ECE %", "accuracy %"], ""

@@ -86,3 +86,15 @@ def test_an_incomplete_docstring_and_a_wrong_example_would_be_seen() -> None:
     assert lacking(function, function=True) == ["an example", "what it returns and raises", "data"]
     assert "Got" in failures(">>> len(data)\n5\n")
     assert not failures(">>> len(data)\n4\n")
+
+
+def substitutions(text: str) -> list[str]:
+    """Bars in descriptions of fields (`#:`) that Sphinx would take for a substitution."""
+    fields = re.findall(r"#: (.*)$", text, re.MULTILINE)
+    return [bar for field in fields for bar in re.findall(r"\|\S[^|]*\|", re.sub(r"`[^`]*`", "", field))]
+
+
+def test_descriptions_of_fields_have_no_bars() -> None:
+    sources = Path(nm.__file__).parent.rglob("*.py")
+    assert not {path.name: found for path in sources if (found := substitutions(path.read_text()))}
+    assert substitutions("x: float  #: mean of |a - b|, not `|a|`") == ["|a - b|"]

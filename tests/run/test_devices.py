@@ -75,3 +75,13 @@ def test_labels_that_are_no_class_are_found_late(monkeypatch: pytest.MonkeyPatch
     list(cotangents(outputs[1], nm.Empirical(), generator, validation))
     with pytest.raises(ValueError, match=r"Batch 1 of `data`: `labels` must be between 0 and 2"):
         list(cotangents(outputs[2], nm.Empirical(), generator, validation))
+
+
+def test_devices_without_float64_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(3, 2)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("mps"))
+    for run in (nm.fisher_diagonal, nm.fisher_trace, nm.fisher_operator):
+        with pytest.raises(
+            ValueError, match=r"`model` must be on a device with float64, got one on mps\. Move it with"
+        ):
+            run(model, [torch.zeros(4, 3)])

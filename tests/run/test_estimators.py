@@ -28,7 +28,7 @@ SOME = {
         *("a forward of its own", "cross-attention", "DistilBERT", "GPT-2 (tokens, tied)"),
     )
 }
-FEW = {("MLP", "auto"), ("LSTM", "batch"), ("multi-label", "batch"), ("GPT-2 (tokens, tied)", "auto")}
+FEW = {("MLP", "auto"), ("LSTM", "batch"), ("multi-label", "batch"), ("transformer encoder", "auto")}
 PROBES = 400
 # |z| that the worst of 1000 entries exceeds with a probability below 1e-6, for means of PROBES squares of normal
 # numbers: the tail is that of χ² with 400 degrees of freedom, 5e-10 beyond seven standard deviations.

@@ -23,7 +23,7 @@ class ScoreVariance(NamedTuple):
     """Element-wise variance of a one-label estimate of the metric."""
 
     variance: Tensor  #: [..., C, C]  Var(R_ij) for R(y) = s(y) s(y)ᵀ
-    cv: Tensor  #: [..., C, C]  its coefficient of variation Std(R_ij)/|F_ij|, without any bound
+    cv: Tensor  #: [..., C, C]  its coefficient of variation `Std(R_ij)/|F_ij|`, without any bound
     rank_two: Tensor | None = None  #: [..., C]  Var(R'_ii) for R'(y) = e_y e_yᵀ - p pᵀ, whose other entries are fixed
 
 

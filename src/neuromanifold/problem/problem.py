@@ -90,6 +90,7 @@ class Problem:
         reshard(module)
         chosen = select_parameters(module, parameters if module is model else None)  # type: ignore[arg-type]
         check_whole(module, chosen, shards=shards)
+        _check_device(chosen)
         _check_embeddings(module)
         _check_data(data)
         if not callable(likelihood):
@@ -276,6 +277,12 @@ class Problem:
         if "labels" not in self.warned and (note := suspicions.labels_note(outputs, classes, self.ignore_index)):
             self.warned.add("labels")
             warn(note, suspicions.SuspiciousInputWarning)
+
+
+def _check_device(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse Apple's GPUs: probabilities, norms and sums of fourth powers need float64, which they do not have."""
+    if any(parameter.device.type == "mps" for parameter in parameters.values()):
+        raise ValueError(message("model", "on a device with float64", "one on mps", 'Move it with model.to("cpu").'))
 
 
 def _check_embeddings(model: nn.Module) -> None:

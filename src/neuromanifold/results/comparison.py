@@ -25,9 +25,9 @@ class Comparison:
         '0.14 0.98 67'
     """
 
-    relmae: float  #: mean of |a - b|/(b + ε): the paper's RelMAE
+    relmae: float  #: mean of `|a - b|/(b + ε)`: the paper's RelMAE
     relmae_positive: float  #: the same over entries with b > 0
-    mae: float  #: mean of |a - b|
+    mae: float  #: mean of `|a - b|`
     mean_ratio: float  #: Σa/Σb: 1 if the overall scale is right
     cosine: float
     rank_correlation: float  #: Spearman's

@@ -119,7 +119,7 @@ def _go_through(
 
 
 class Steps:
-    """Does windows: batch by batch, eagerly or as CUDA graphs; or all batches of a window together."""
+    """Passes of a window: batch by batch, eagerly or as CUDA graphs; or all of its batches together, adaptively."""
 
     def __init__(
         self, method: Method, sums: GradientSums, counts: Counts, dealing: Dealing, cuda_graphs: CudaGraphs
