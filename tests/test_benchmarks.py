@@ -84,7 +84,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     pytest.importorskip("triton")
     paths = [str(BENCHMARKS), str(BENCHMARKS.parent / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "gpu.compiled"]
+    command = [sys.executable, "-m", "gpu.compiled", "--precision", "bf16"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "ROWS=True" in done.stdout

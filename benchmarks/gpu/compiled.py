@@ -1,6 +1,6 @@
 """Compile every Triton kernel to machine code for a GPU that is not there: what a compiler refuses, and registers.
 
-    PYTHONPATH=src:benchmarks python -m gpu.compiled [--capability 90 80] [--keep]
+    PYTHONPATH=src:benchmarks python -m gpu.compiled [--capability 90 80] [--precision bf16] [--keep]
 
 The operations of `kernels.dispatch` are called on a CPU, in every precision, with the shapes of `gpu.kernels` and those
 of language models; each kernel that they launch is compiled, by Triton and ptxas, and not run.  So numbers are not
@@ -40,6 +40,7 @@ SETTINGS = {"TRITON_INTERPRET": "0", "NEUROMANIFOLD_KERNELS": "interpret"}  # Tr
 SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, at most, by compute capability
 USUAL = 99
 FLAGS = ("FOURTHS", "ROWS", "SKIP", "SCALED", "STEPS", "DEFLATE", "MASKED", "ENDING")
+PRECISIONS = ("fp32", "tf32", *HALF)
 SHAPES = {"GPT-2 mlp": (2, 512, 3072, 768), "Llama-1B mlp": (2, 1024, 8192, 2048), "tied head": (2, 1024, 20000, 896)}
 
 
@@ -79,10 +80,10 @@ def compiled_only(capability: int) -> Iterator[list[tuple[str, dict[str, Any], A
         yield found
 
 
-def launches() -> Iterator[tuple[str, str, partial[Any]]]:
+def launches(precisions: list[str]) -> Iterator[tuple[str, str, partial[Any]]]:
     """Yield what is called, in which precision, and the call."""
     device = torch.device("cpu")
-    for which in ("fp32", "tf32", *HALF):
+    for which in precisions:
         dtype = HALF.get(which, torch.float32)
         for name, check in kernels._checks().items():
             yield name, which, partial(check, dtype, device)
@@ -112,10 +113,10 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(used["REG"]), int(used["STACK"])
 
 
-def rows(capability: int) -> list[list[str]]:
+def rows(capability: int, precisions: list[str]) -> list[list[str]]:
     """Compile everything, and return a row for each kernel and its compile-time arguments, once."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for name, which, call in launches():
+    for name, which, call in launches(precisions):
         with precision(which), compiled_only(capability) as found:
             try:
                 call()
@@ -134,6 +135,7 @@ def main() -> int:
     """Print the table for each capability, and return 1 if a kernel does not compile or fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", nargs="+", type=int, default=[90])
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compiled-kernels.md")
     options = parser.parse_args()
     if any(os.environ.get(key) != value for key, value in SETTINGS.items()):  # Triton reads them when it is imported
@@ -142,13 +144,13 @@ def main() -> int:
     header = ["operation", "precision", "kernel", "registers", "spilled", "shared memory", "tensor cores"]
     parts, bad = [], 0
     for capability in options.capability:
-        lines = rows(capability)
+        lines = rows(capability, options.precision)
         most = SHARED.get(capability, USUAL) * 2**10
         wrong = [line for line in lines if len(line) < len(header) or int(line[5]) > most]
         bad += len(wrong)
         verdict = f"{len(lines)} variants, {len(wrong)} of which do not compile or fit."
         parts.append(f"## Compute capability {capability / 10:.1f}\n\n{verdict}\n\n{as_table(header, lines)}")
-    head = setting("python -m gpu.compiled", torch.device("cpu"))
+    head = setting(" ".join(["python -m gpu.compiled", *sys.argv[1:]]).replace(" --keep", ""), torch.device("cpu"))
     text = f"# Kernels compiled for GPUs, and not run\n\n{head}\n\n" + "\n\n".join(parts)
     keep("compiled-kernels", text) if options.keep else print(text)
     return int(bool(bad))

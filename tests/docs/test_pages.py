@@ -158,6 +158,13 @@ def test_every_statement_has_a_page_and_what_shows_it(statement: str) -> None:
         assert not missing_functions(row[2])
 
 
+def test_every_numbered_equation_has_a_row() -> None:
+    numbers = {
+        int(n) for row in ROWS for group in re.findall(r"Eq\. ([\d, ]+)", row[0]) for n in re.findall(r"\d+", group)
+    }
+    assert numbers == set(range(1, 11))
+
+
 def test_a_missing_function_would_be_seen() -> None:
     assert missing_functions("`nm.gone`, `core.spectrum(k)`, `bounds.cantelli`, `core.gone()`") == [
         "nm.gone",

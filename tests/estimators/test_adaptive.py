@@ -327,9 +327,10 @@ def test_inclusion_probabilities_are_exact(keep: list[float], monkeypatch: pytes
 
 def test_groups_of_samples_with_as_many_passes() -> None:
     for passes, size, expected in (
-        ([3, 3, 2, 1], 8, [2, 2]),  # two samples of eight are enough
-        ([3, 2, 2, 2, 2, 1, 1], 8, [5, 2]),  # the first one alone is not
-        ([2] * 9 + [1] * 9, 8, [8, 8, 2]),
+        ([3, 3, 2, 1], 32, [2, 2]),  # two samples of 32 are enough
+        ([3, 2, 2, 2, 2, 1, 1], 32, [5, 2]),  # the first one alone is not
+        ([3, 2, 1, 1], 16, [1, 1, 2]),
+        ([2] * 9 + [1] * 9, 8, [8, 1, 8, 1]),
         ([1] * 17, 8, [8, 8, 1]),
         ([5, 4, 3], 1, [1, 1, 1]),
         ([], 4, []),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.accumulate.small import SmallSums
@@ -92,3 +93,31 @@ def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkey
             error = float((one - true).norm() / true.norm())
             assert error < limit
             assert (error > 1e-6) == rounded
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest new tensor has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not any(out.untyped_storage().data_ptr() == t.data_ptr() for t in given(args)):
+            self.numbers = max(self.numbers, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def given(arguments):
+    return [t.untyped_storage() for t in arguments if isinstance(t, Tensor)]
+
+
+@pytest.mark.parametrize("kind", [True, "rows", False])
+def test_squares_of_tokens_make_no_copy_of_the_cotangents_of_a_large_vocabulary(kind, monkeypatch):
+    monkeypatch.setattr(forms, "CPU_TILE", 2**13)
+    tokens, vocabulary, width = 64, 2000, 64
+    left, right = (noise(tokens, k).to(torch.bfloat16) for k in (vocabulary, width))
+    sums, form = DiagonalSums([torch.zeros(vocabulary, width)], kind), Product(left[:, None], right[:, None])
+    sums.add_samples(0, form, Pass(sample_noise=1.0))  # sums are allocated
+    with Largest() as largest:
+        sums.add_samples(0, form, Pass(sample_noise=1.0))
+    assert 0 < largest.numbers <= 2 * 2**13 < tokens * vocabulary / 4

@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, softplus
+from torch.nn.functional import embedding, layer_norm, linear, softplus
 
 import neuromanifold as nm
 from neuromanifold.persample import plan
@@ -310,3 +311,50 @@ def test_functions_of_each_entry_of_a_parameter_are_done_per_sample(function: st
         expected = sum(reference.reference_diagonal(model, lambda m, x=x: m(x))[name] for x in data)
         torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
     assert set(result.provenance.granularity.values()) == {"sample"}
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As in Gemma and BART: a forward of its own, which no rule knows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class ShiftedEmbedding(nn.Embedding):
+    """As in OPT: it is given a mask, and looks up how many there are before."""
+
+    def forward(self, mask: Tensor) -> Tensor:
+        return super().forward(mask.cumsum(1) + 1)
+
+
+class Looked(nn.Module):
+    """Rows of several tables, one of which is the head's weight as well."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.words, self.places = ScaledEmbedding(7, 4, padding_idx=1), ShiftedEmbedding(8, 4)
+        self.bare, self.head = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 7)
+        self.head.weight, self.order = self.words.weight, order
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.order == "positions first":
+            ids = ids.T.contiguous()
+        bare = embedding(ids.flatten(), self.bare, padding_idx=2).view(*ids.shape, 4)
+        x = torch.tanh(self.words(ids) + bare)
+        x = x.transpose(0, 1) if self.order == "positions first" else x + self.places((ids > 0).long())
+        return self.head(x).sum(1)
+
+
+@pytest.mark.parametrize("order", ["samples first", "positions first"])
+@pytest.mark.parametrize("shapes", [[(3, 5), (4, 4), (1, 3)], [(2, 2), (2, 4), (0, 2)]], ids=str)
+def test_rows_looked_up_by_modules_without_a_rule_are_done_per_sample(shapes: list[Any], order: str) -> None:
+    torch.manual_seed(0)
+    model = Looked(order).double()
+    data = [torch.randint(0, 7, shape) for shape in shapes]
+    result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.reference_diagonal(model, lambda m, x=x: m(x))[name] for x in data if len(x))
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+    assert set(result.provenance.granularity.values()) == {"sample"}
+    one = nm.fisher_diagonal(model, data, seed=3)  # in a single pass, which frees autograd's graph
+    assert one.provenance.granularity == result.provenance.granularity

@@ -8,6 +8,7 @@ the result still has a row for each sample.  So the graph is searched for these 
     x∘s                 the same with g∘x
     x @ s (+ b)         Σ over its rows of x ⊗ g, and of g for b
     layer_norm(x, s, b) the same as for x̂∘s + b, x̂ the normalised x
+    embedding(ids, s)   Σ over its rows of g, in the row of s that was looked up
 
 Between a site and s there may be reshapes, slices, casts, and functions of each entry alone: x∘(1 + s), exp(s).
 Any other use is not supported here.
@@ -24,13 +25,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.follow import shape_of, shifted_dims, takes_own_rows
-from neuromanifold.persample.gradients import Dense, Form, Product
+from neuromanifold.persample.gradients import Dense, Form, Product, Rows
 
 Node = Any
 
 _BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
 _PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
-_LAYER_NORM = "NativeLayerNormBackward0"
+_LAYER_NORM, _LOOKUP = "NativeLayerNormBackward0", "EmbeddingBackward0"
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
 _STRUCTURAL = (
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
@@ -106,7 +107,9 @@ class BroadcastSite:
     path: tuple[Step, ...]
     shape: torch.Size  # of the tensor
     layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
-    partner: Tensor | None = None  # what the tensor is multiplied by, once it is normalised
+    partner: Tensor | None = (
+        None  # what the tensor is multiplied by, once it is normalised; or which rows are looked up
+    )
     statistics: tuple[Tensor, Tensor] | None = None  # mean and 1/σ, by which the partner is
 
     @property
@@ -124,11 +127,22 @@ class BroadcastSite:
         """Whether it is a product of matrices, in which samples and positions may share a dimension."""
         return self.node.name() in _PRODUCTS
 
+    @property
+    def is_lookup(self) -> bool:
+        """Whether rows of the tensor are looked up."""
+        name: str = self.node.name()
+        return name == _LOOKUP
+
     def candidates(self, samples: int) -> list[Layout]:
         """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
         result, arriving = self.result, self._arriving
         if not len(result) or not samples:
             return []
+        if self.is_lookup:
+            if self.path or self.node._saved_scale_grad_by_freq:
+                return []
+            apart = [Layout(d) for d in range(min(2, len(result) - 1)) if result[d] == samples]
+            return apart or stacked(0, result[0], samples)
         if self.is_product:
             role = _PRODUCTS[self.node.name()][self.input]
             turns = [_transposes(step.node) for step in self.path if step.node.name() not in _CASTS]
@@ -148,6 +162,8 @@ class BroadcastSite:
 
     def form(self, g: Tensor, samples: int, layout: Layout) -> Form:
         """Return the per-sample gradients of the tensor, from the gradient g of the result."""
+        if self.is_lookup:
+            return self._rows(g, samples, layout)
         if not self.is_product:
             return Dense(self.gradients(g, layout))
         g = layout.samples_first(g, samples)
@@ -178,6 +194,16 @@ class BroadcastSite:
         for step in self.path:
             g = step.gradients(g)
         return g.reshape(g.shape[0], *self.shape)
+
+    def _rows(self, g: Tensor, samples: int, layout: Layout) -> Rows:
+        """Return the per-sample gradients of a tensor whose rows are looked up, but for the padding row."""
+        assert self.partner is not None
+        ids = layout.samples_first(self.partner, samples).reshape(samples, -1)
+        g = layout.samples_first(g, samples).reshape(*ids.shape, -1)
+        padding = self.node._saved_padding_idx
+        if padding < self.shape[0]:  # as an unsigned number: there is none
+            g = torch.where((ids == padding)[..., None], 0.0, g)
+        return Rows(g, ids.long(), self.shape[0])
 
     @property
     def _arriving(self) -> torch.Size:
@@ -290,7 +316,7 @@ def broadcast_sites(
 
 def _site(node: Node, i: int, path: tuple[Step, ...], shape: torch.Size, samples: int) -> BroadcastSite | None:
     """Return the broadcast site that a node is, if it is one."""
-    if node.name() not in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM):
+    if node.name() not in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM, _LOOKUP):
         return None
     site = BroadcastSite(node, i, path, shape)
     site.layouts = tuple(site.candidates(samples))
@@ -322,6 +348,9 @@ def _partner(site: BroadcastSite) -> Tensor | None:
     if name == "MulBackward0":
         saved: Tensor = node._saved_other if site.input == 0 else node._saved_self
         return saved.detach()
+    if name == _LOOKUP:
+        ids: Tensor = node._saved_indices
+        return ids
     if name == _LAYER_NORM and site.input == 1:
         x: Tensor = node._saved_input
         return x.detach()

@@ -108,8 +108,8 @@ def fisher_diagonal(
             only positions with a next token count, whether there are labels or not.  "auto": for causal language models
             of transformers, which shift labels themselves.  False: a label belongs to the logits at its own position.
         cuda_graphs: on a GPU, capture the work on a batch as CUDA graphs and replay it for batches of the same shapes:
-            for models whose kernels finish faster than Python launches them.  "auto": wherever the model allows it,
-            without a warning where it does not.
+            for models whose kernels finish faster than Python launches them.  "auto": where measured times of the run
+            show that, and the model allows it, without a warning where it does not.
         checkpoint: a file for the state of the run, or an `nm.Checkpoint`.  A rerun with the same arguments continues
             from there and gives the same numbers, bit for bit (with CUDA graphs, but for rounding).
         shard: (i, n) for batches i, i + n, i + 2n, ... of the data alone.  The results of all n shards, with the same
