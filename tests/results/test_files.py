@@ -84,6 +84,16 @@ def test_nothing_is_lost_when_writing_fails(tmp_path: Path, monkeypatch: pytest.
         RESULT.save(tmp_path / "missing" / "fisher.safetensors")
 
 
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: after a power cut there is the old file or the new one.  Elsewhere tests do not wait for the disk."""
+    path, seen = tmp_path / "fim.json", []
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda file: seen.append((path.read_text(), os.fstat(file).st_size)))
+    save_text(path, "new and longer")
+    assert seen == [("old", len("new and longer"))]
+    assert path.read_text() == "new and longer"
+
+
 def test_equal_results_are_equal_files(tmp_path: Path) -> None:
     """And what safetensors itself reads of them is not changed by that."""
     names = [tmp_path / f"{k}.safetensors" for k in range(6)]
