@@ -194,7 +194,7 @@ class BroadcastSite:
             g = g * self.node._saved_alpha
         shape = self._arriving
         if self.is_tiled:
-            g = g.unflatten(0, (-1, shape[0]))  # [n, h, ...]
+            g = g.reshape(-1, *shape)  # [n, h, ...]
         padded = [1] * (g.ndim - len(shape)) + list(shape)
         padded.insert(0, padded.pop(layout.dim))
         g = g.movedim(layout.dim, 0)
