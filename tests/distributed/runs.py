@@ -263,9 +263,9 @@ def fully_sharded(_: int, new: bool, run: int) -> None:
 def killed_on_joining(rank: int) -> None:
     """Rank 1 dies when all have begun the run, before any batch."""
 
-    def meet(*_: Any) -> None:
+    def barrier(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:
-        processes.Processes.meet = meet  # type: ignore[method-assign]
+        processes.Processes.barrier = barrier  # type: ignore[method-assign]
     nm.fisher_diagonal(network(), batches(5))

@@ -358,3 +358,35 @@ def test_rows_looked_up_by_modules_without_a_rule_are_done_per_sample(shapes: li
     assert set(result.provenance.granularity.values()) == {"sample"}
     one = nm.fisher_diagonal(model, data, seed=3)  # in a single pass, which frees autograd's graph
     assert one.provenance.granularity == result.provenance.granularity
+
+
+class Tiled(nn.Module):
+    """As in DeBERTa: one layer for words and for relative positions, whose heads are repeated together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.relative = nn.Embedding(7, 4), nn.Parameter(torch.randn(5, 4))
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        samples, length = ids.shape
+        words = self.layer(self.words(ids)).view(samples, length, 2, 2).transpose(1, 2).reshape(samples * 2, length, 2)
+        table = (
+            self.layer(self.relative[:4].unsqueeze(0)).view(1, 4, 2, 2).permute(0, 2, 1, 3).contiguous().view(2, 4, 2)
+        )
+        scores = torch.tanh(words @ table.repeat(samples, 1, 1).transpose(1, 2))  # [samples·heads, length, 4]
+        return self.head((scores @ table.repeat(samples, 1, 1)).sum(1).view(samples, 4))
+
+
+@pytest.mark.parametrize("shapes", [[(3, 5), (2, 2), (1, 3)], [(1, 2), (4, 2)]], ids=str)
+def test_heads_that_are_repeated_together_are_done_per_sample(shapes: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = Tiled().double()
+    data = [torch.randint(0, 7, shape) for shape in shapes]
+    with pytest.warns(nm.SlowPathWarning, match="relative"):  # the layer comes between it and the samples
+        result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    for name in result:
+        expected = sum(reference.reference_diagonal(model, lambda m, x=x: m(x))[name] for x in data)
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-14)
+    slow = {name for name, how in result.provenance.granularity.items() if how != "sample"}
+    assert slow == {"relative"}

@@ -144,11 +144,11 @@ class GramRun(ABC):
         self.counts, self._method = Counts(), PerSample(problem, settings)
         self._inspected = False
         self._passes = 0  # of Gram matrices and norms
-        self._rows = 0  # distributions so far
+        self._rows = 0  # distributions before this batch or part of one; `_add` counts on
 
     @abstractmethod
     def _add(self, outputs: Outputs, budget: int | None) -> None:
-        """Add the distributions of a batch, or of a part of one."""
+        """Add the distributions of a batch, or of a part of one, and count them in `counts` and `_rows`."""
 
     def run(self, progress: bool) -> None:
         """Go through the data once, and accumulate."""

@@ -113,27 +113,27 @@ def fisher_bounds(
     settings = Settings.of(Exact(), "sample", seed)
     if actual == "estimate":
         problem.repeated()  # refuses a generator
-    work = _Work(problem, settings, rank, diagonals, actual, max_bytes)
-    work.run(progress)
-    norms = work.norms()
-    made_by = {
-        part: make_provenance(problem, Settings.of(part, "sample", seed), work.counts)
+    bounds_run = _BoundsRun(problem, settings, rank, diagonals, actual, max_bytes)
+    bounds_run.run(progress)
+    norms = bounds_run.norms()
+    provenances = {
+        part: make_provenance(problem, Settings.of(part, "sample", seed), bounds_run.counts)
         for part in (Exact(Lower(rank)), Exact(), Exact(Upper()))
     }
     return NetworkBounds(
-        terms=Terms.cat(work.terms),
+        terms=Terms.cat(bounds_run.terms),
         actual=norms,
-        diagonals=work.diagonals(made_by) if diagonals else None,
-        count=work.counts.samples,
-        classes=work.classes,
+        diagonals=bounds_run.diagonals(provenances) if diagonals else None,
+        count=bounds_run.counts.samples,
+        classes=bounds_run.classes,
         rank=rank,
-        costs=tuple(Cost(part, *cost) for part, cost in work.costs.items()),
-        provenance=made_by[Exact()],
-        has_labels=work.has_labels,
+        costs=tuple(Cost(part, *cost) for part, cost in bounds_run.costs.items()),
+        provenance=provenances[Exact()],
+        has_labels=bounds_run.has_labels,
     )._view(view)
 
 
-class _Work(GramRun):
+class _BoundsRun(GramRun):
     """One run over the data: accumulates terms, diagonals, and gradients for norms."""
 
     description = "Fisher bounds"
@@ -156,6 +156,7 @@ class _Work(GramRun):
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
         tensors = list(problem.parameters.values())
+        # F^LR, what F adds to it, and what F^DG adds to F; `diagonals` sums them up in this order.
         parts = (Exact(Lower(rank)), BelowRank(rank=rank), AboveFull()) if diagonals else ()
         self._sums = {part: DiagonalSums(tensors, fourth_powers=False) for part in parts}
 
@@ -201,10 +202,10 @@ class _Work(GramRun):
             raise ValueError(where + str(error).replace("`y`", "`labels`")) from error
         return precise, labels
 
-    def diagonals(self, made_by: dict[Exact, Provenance]) -> Diagonals:
+    def diagonals(self, provenances: dict[Exact, Provenance]) -> Diagonals:
         """Return the three diagonals: that of F^LR, and each further one by adding squares to the one before."""
         found, total = [], None
-        for sums, provenance in zip(self._sums.values(), made_by.values(), strict=True):
+        for sums, provenance in zip(self._sums.values(), provenances.values(), strict=True):
             squares = sums.squares
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
             noise = dict(zip(self.problem.parameters, sums.noise(), strict=True))

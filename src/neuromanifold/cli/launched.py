@@ -26,7 +26,7 @@ class Launched:
         """Whether there are others."""
         return self.world > 1
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the others."""
         if self.several:
             dist.barrier()

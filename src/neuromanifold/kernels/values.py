@@ -13,7 +13,7 @@ BOUND = 2.0**60
 
 
 class Accumulators(NamedTuple):
-    """The sums of one parameter: Σ g², and for the error bars weighted Σ g⁴ in units of `unit`.
+    """The tensors that one parameter's squares are added to: Σ g², and for error bars weighted Σ g⁴ in units of `unit`.
 
     Or, for error bars of rows, weighted Σ ‖g_r‖⁴, with g_r the gradient's row r along the first dimension.
     """

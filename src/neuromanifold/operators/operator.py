@@ -53,8 +53,9 @@ def fisher_operator(
     """Return F = Σ_x Jᵀ M(x) J as a linear operator: exact and matrix-free.
 
     The model is evaluated anew with each product, so train it between products and F is that of the new parameters.
-    Cost of a product: one pass over the data, with one forward-mode and one backward product for each batch.  Arguments
-    that are not listed are those of `fisher_diagonal`.
+    Cost of a product: one pass over the data, with one forward-mode and one backward product for each batch.  This call
+    itself runs the first batch a few times, to choose how J v is computed.  Arguments that are not listed are those of
+    `fisher_diagonal`.
 
     Args:
         data: batches that can be iterated over several times, the same each time: a list, or a DataLoader that does
@@ -256,7 +257,10 @@ class FisherOperator(Metric):
             return [outputs.scatter(rows) for rows in self._estimator.cotangents(core, labels, generator)]
 
     def _choose_method(self) -> None:
-        """Choose the method for J v on the first batch that is not empty; a single sample says nothing of mixing."""
+        """Choose the method for J v on the first batch that is not empty, and warn of inputs that look wrong.
+
+        Batches are inspected until one has two samples: with one, samples that influence each other are not seen.
+        """
         chosen = False
         with self.problem.session():
             for batch in self._batches.batches():

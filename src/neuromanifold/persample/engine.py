@@ -32,7 +32,7 @@ from neuromanifold.persample.shards import Shards
 from neuromanifold.persample.tokens import token_uses
 from neuromanifold.persample.verify import Reference, Verification, make_plan, together_as_alone
 
-_EVERY = 16  # batches between two looks at a flag on a GPU
+_EVERY = 16  # batches between two reads of a flag on a GPU
 
 
 class VerificationError(RuntimeError):
@@ -147,15 +147,15 @@ class PerSampleGradients:
             layouts = {use.key: use.layouts[0] for use in uses.supported}
             return self._ready(uses, Plan(layouts, self.excluded, True), logits)
         known = self._plans.get(uses.signature)
+        needs_plan = self._any("unknown", known is None or not known.followed or bool(uses.unsupported))
         if reference is None:
-            if self._any("unknown", known is None or not known.followed or bool(uses.unsupported)):
+            if needs_plan:
                 self._requested = True
                 self.hooks.release()
                 return None
             assert known is not None
             return self._ready(uses, known, logits)
-        unknown = self._any("unknown", known is None or not known.followed or bool(uses.unsupported))
-        if known is not None and not unknown:
+        if known is not None and not needs_plan:
             plan = self._verified_again(uses, known, logits, reference)
         else:
             plan = make_plan(uses, logits, reference, self.hooks, self.parameters, self.excluded)
@@ -170,7 +170,7 @@ class PerSampleGradients:
         return self._ready(uses, plan, logits)
 
     def _any(self, what: str, flag: bool) -> bool:
-        """Whether it is so in any of the processes that have parts of the parameters."""
+        """Whether a flag is set in any of the processes that have parts of the parameters."""
         return flag if self._shards is None else any(self._shards.processes.gather(what, flag))
 
     def vectorizes(self, backward: PerSampleBackward, logits: Tensor) -> bool:
@@ -206,6 +206,7 @@ class PerSampleGradients:
             self._late = torch.ones((), dtype=torch.bool, device=self.parameters[0].device)
 
     def _ready(self, uses: Uses, plan: Plan, logits: Tensor) -> PerSampleBackward:
+        """Return the backward pass of a plan, per token where that was asked for and is right; note how all is done."""
         if uses.samples:  # of an empty batch nothing can be learnt
             self.remaining |= set(uses.remaining)
         if plan.unverified and self._late is None:

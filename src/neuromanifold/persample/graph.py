@@ -107,9 +107,7 @@ class BroadcastSite:
     path: tuple[Step, ...]
     shape: torch.Size  # of the tensor
     layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
-    partner: Tensor | None = (
-        None  # what the tensor is multiplied by, once it is normalised; or which rows are looked up
-    )
+    partner: Tensor | None = None  # what the tensor is multiplied by, once normalised; or which rows are looked up
     statistics: tuple[Tensor, Tensor] | None = None  # mean and 1/σ, by which the partner is
 
     @property
@@ -133,6 +131,13 @@ class BroadcastSite:
         name: str = self.node.name()
         return name == _LOOKUP
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether several entries are repeated together: [h, ...] to [n·h, ...], as DeBERTa does with its heads."""
+        result, arriving = self.result, self._arriving
+        repeated = self.node.name() == "RepeatBackward0" and len(result) == len(arriving) > 0 and arriving[0] > 1
+        return repeated and result[1:] == arriving[1:]
+
     def candidates(self, samples: int) -> list[Layout]:
         """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
         result, arriving = self.result, self._arriving
@@ -151,6 +156,8 @@ class BroadcastSite:
             if factors != (1, 1) or not straight or (role == "bias" and len(arriving) != 1):
                 return []
             return stacked(0, result[0], samples)
+        if self.is_tiled and result[0] == samples * arriving[0]:
+            return [Layout(0)]
         offset = len(result) - len(arriving)
         if any(size not in (1, result[d]) for d, size in enumerate(arriving, offset)):
             return []  # repeated several times in a row
@@ -186,6 +193,8 @@ class BroadcastSite:
         elif self.node.name() == "AddBackward0" and self.input == 1 and self.node._saved_alpha != 1:
             g = g * self.node._saved_alpha
         shape = self._arriving
+        if self.is_tiled:
+            g = g.reshape(-1, *shape)  # [n, h, ...]
         padded = [1] * (g.ndim - len(shape)) + list(shape)
         padded.insert(0, padded.pop(layout.dim))
         g = g.movedim(layout.dim, 0)

@@ -59,7 +59,7 @@ class Reference:
         return cls(_some(logits), parts, shards)
 
     def any(self, what: str, flag: bool) -> bool:
-        """Whether it is so in any of the processes that have parts of the parameters."""
+        """Whether a flag is set in any of the processes that have parts of the parameters."""
         return flag if self.shards is None else any(self.shards.processes.gather(what, flag))
 
     def union(self, what: str, numbers: Set[int]) -> frozenset[int]:

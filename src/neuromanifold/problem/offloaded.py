@@ -21,7 +21,7 @@ _COMPARED = 64  # numbers of each parameter that are compared first
 
 
 @contextmanager
-def loaded(model: object, selection: Selection) -> Iterator[None]:
+def loading_offloaded(model: object, selection: Selection) -> Iterator[None]:
     """Load the modules that have offloaded parameters among the chosen ones; offload them again at the end."""
     utils = sys.modules.get("accelerate.utils")  # without which nothing was offloaded
     if utils is None or not isinstance(model, nn.Module):

@@ -247,11 +247,11 @@ def _unless_all(valid: Tensor) -> Tensor | None:
 
     Samples without any position do not count.
     """
-    return None if can_be_asked(valid) and valid.numel() and bool(valid.all()) else valid
+    return None if is_readable(valid) and valid.numel() and bool(valid.all()) else valid
 
 
-def can_be_asked(values: Tensor) -> bool:
-    """Whether values can be read without waiting: those of a CPU, outside of modes that only look at shapes."""
+def is_readable(values: Tensor) -> bool:
+    """Whether values can be read without waiting for a GPU, and are there at all (fake tensors have none)."""
     return values.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 

@@ -43,7 +43,7 @@ from neuromanifold.problem.model import (
     with_decoder_inputs,
     without_ddp,
 )
-from neuromanifold.problem.outputs import Outputs, can_be_asked, read_outputs
+from neuromanifold.problem.outputs import Outputs, is_readable, read_outputs
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.repeated import RepeatedBatches
 from neuromanifold.problem.unchanged import unchanged
@@ -200,8 +200,9 @@ class Problem:
             advice = "Look for torch.no_grad(), .detach() or a non-differentiable step in its forward, or for adapters "
             advice += "that are merged into frozen weights (unmerge them)."
             raise ValueError(message("model", "differentiable", "logits that do not depend on any parameter", advice))
-        counted = self.likelihood is Categorical and (estimator is None or not estimator.needs_labels)  # else an error
-        if counted and outputs.labels is not None and can_be_asked(outputs.labels):
+        # An estimator that uses labels raises an error for wrong ones; otherwise they only say which positions count.
+        counted = self.likelihood is Categorical and (estimator is None or not estimator.needs_labels)
+        if counted and outputs.labels is not None and is_readable(outputs.labels):
             self._inspect_labels(outputs, outputs.logits.shape[-1])
         return outputs
 

@@ -56,12 +56,12 @@ class RepeatedBatches:
 
     def _check(self, number: int, item: object) -> None:
         if number < len(self._fingerprints):
-            if not self._is_same_object(number, item) and self._fingerprints[number] != _print(item):
+            if not self._is_same_object(number, item) and self._fingerprints[number] != _fingerprint_of(item):
                 raise _differ(f"another batch {number}")
             return
         if self._complete:
             raise _differ(f"more than {len(self._fingerprints)} batches")
-        self._fingerprints.append(_print(item))
+        self._fingerprints.append(_fingerprint_of(item))
         self._devices.append([(weakref.ref(t), t._version) for t in _elsewhere(item)])
 
     def _is_same_object(self, number: int, item: object) -> bool:
@@ -96,7 +96,7 @@ def _elsewhere(item: object) -> list[Tensor]:
     return tensors if all(t.device.type != "cpu" and not t.is_inference() for t in tensors) else []
 
 
-def _print(item: object) -> str:
+def _fingerprint_of(item: object) -> str:
     return fingerprint(("batch", item), most=_NUMBERS)
 
 

@@ -116,8 +116,7 @@ def distributions(
 ) -> Distributions:
     """The distributions at the positions that count, and their labels: the one place where these are selected.
 
-    `labels`: whether they are wanted.  `compact`: as in
-    `Outputs.select`.
+    `labels`: whether they are wanted.  `compact`: as in `Outputs.select`.
     """
     logits = outputs.logits.detach()
     rows = outputs.select(logits, compact)

@@ -29,7 +29,13 @@ _COMPARED = 1024  # numbers of each parameter that processes compare
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which windows of batches are of the shard, and which of them this process does, by their place in the data."""
+    """Which windows of batches are of the shard, and which of them this process does.
+
+    place     of a window: how many windows of the data this process has read before it
+    number    of a window or batch: how many come before it in the data of all processes; seeds the noise
+    index     of a batch: how many batches of the shard come before it
+    turn      of a window: (round, rank), as the processes take the windows of the shard in turns
+    """
 
     shard: tuple[int, int] = (0, 1)
     window: int = 1

@@ -1,4 +1,4 @@
-"""`fisher_diagonal` and `fisher_trace`: the main job."""
+"""`fisher_diagonal` and `fisher_trace`: check the arguments, run the loop over the data, make the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, ShiftLabels, plain_name, tied_names
-from neuromanifold.problem.offloaded import loaded
+from neuromanifold.problem.offloaded import loading_offloaded
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import Observer
 from neuromanifold.problem.validation import Likelihood
@@ -141,9 +141,9 @@ def fisher_diagonal(
     estimator = _estimator(estimator, passes)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed, cuda_graphs)
-    asked = model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
-    with loaded(model, parameters):
-        return diagonal_of(Problem.of(*asked, shards=True), settings, options, view, rtol, error_bars)
+    arguments = model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    with loading_offloaded(model, parameters):
+        return diagonal_of(Problem.of(*arguments, shards=True), settings, options, view, rtol, error_bars)
 
 
 def diagonal_of(
@@ -245,10 +245,10 @@ def fisher_trace(
     estimator = _estimator(estimator, passes)
     settings, view = Settings.of(estimator, granularity, seed), check_reduction(reduction, tokens=True)
     options = LoopOptions.of(progress, shard, checkpoint, on_interrupt, distributed)
-    asked = model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
+    arguments = model, data, likelihood, parameters, class_dim, batch_dim, ignore_index, label_key, shift_labels
     sums = TraceSums(estimator.noise_factor)
-    with loaded(model, parameters):
-        problem = Problem.of(*asked, shards=True)
+    with loading_offloaded(model, parameters):
+        problem = Problem.of(*arguments, shards=True)
         with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
             counts = _run(problem, settings, sums, options, rtol, shards)
         provenance = make_provenance(problem, settings, counts, options.shard)
@@ -257,7 +257,7 @@ def fisher_trace(
 
 
 def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
-    """The default, or the one that `passes` stands for."""
+    """Return the estimator that was given, `nm.Adaptive(passes)`, or the default."""
     if passes is None:
         return Hutchinson() if estimator is None else estimator
     if estimator is not None:
@@ -273,14 +273,17 @@ def _run(
     rtol: float | None,
     shards: Shards | None = None,
 ) -> Counts:
-    """Run the loop, and stop it once Σ stderr <= rtol Σ F."""
+    """Run the loop until the data end or Σ stderr <= rtol Σ F; warn if `rtol` was not reached.
+
+    `shards`: those of a model in FSDP2, whose processes run every batch in step (`lockstep/loop.py`).
+    """
     random = settings.estimator.noise_factor > 0
     if rtol is not None:
         _check_rtol(rtol, settings.estimator)
 
     def relative_error(counts: Counts, sums: Any) -> float | None:
-        kept = not isinstance(sums, DiagonalSums) or sums.kept
-        error = sums.relative_error() if random and kept else None
+        has_error_bars = not isinstance(sums, DiagonalSums) or sums.fourth_powers
+        error = sums.relative_error() if random and has_error_bars else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     accuracy = Accuracy(rtol, relative_error)

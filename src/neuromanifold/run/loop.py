@@ -32,7 +32,7 @@ from neuromanifold.run.settings import CudaGraphs, LoopOptions, Settings
 from neuromanifold.run.stopping import Accuracy, Interrupts, Stopping
 from neuromanifold.run.windows import AdaptiveSteps
 
-_NONE = Accuracy(None, lambda *_: None)
+_NO_TOLERANCE = Accuracy(None, lambda *_: None)
 
 
 def run(
@@ -41,13 +41,13 @@ def run(
     sums: GradientSums,
     options: LoopOptions | None = None,
     *,
-    accuracy: Accuracy = _NONE,
+    accuracy: Accuracy = _NO_TOLERANCE,
     method: Method | None = None,
 ) -> Counts:
-    """Go through the data once, or until they are accurate enough; return what was seen.
+    """Go through the data once, or until the sums are accurate enough; return what was seen.
 
-    `method`: that of an earlier run of the same problem, so that what was found out there, and verified, is not again;
-    its passes and verified batches are counted with those of this run.
+    `method`: that of an earlier run of the same problem, whose verified plans are used again; its passes and verified
+    batches are counted with those of this run.
     With several processes, counts and sums are those of all of them at the end.
     """
     options = options or LoopOptions()
@@ -69,8 +69,8 @@ def run(
             try:
                 _go_through(windows, steps, saved, stopping, reporter, interrupts)
             except BaseException as error:
-                if interrupts.spoiled or not interrupts.wanted:
-                    raise  # where some of a batch has been added, what was written before is still there
+                if interrupts.in_batch or not interrupts.wanted:
+                    raise  # sums may hold a part of the batch: the checkpoint that was written before it remains
                 steps.synchronize()
                 saved.write()
                 some = counts.batches or processes.several
@@ -81,7 +81,7 @@ def run(
         windows.compare(ended=not stopping.reason)
         counts = Counts.total(processes.gather("counts", counts.shared()))
         processes.reduce(sums)
-        processes.meet(problem.device)
+        processes.barrier(problem.device)
     if not counts.samples:
         advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
         shard, shards = options.shard
@@ -119,7 +119,11 @@ def _go_through(
 
 
 class Steps:
-    """Passes of a window: batch by batch, eagerly or as CUDA graphs; or all of its batches together, adaptively."""
+    """Passes of a window: batch by batch, eagerly or as CUDA graphs; or all of its batches together, adaptively.
+
+    `_do_passes` maps batches to their outputs, and the passes happen as it is iterated over: of single batches, one is
+    examined and counted before the next one begins.
+    """
 
     def __init__(
         self, method: Method, sums: GradientSums, counts: Counts, dealing: Dealing, cuda_graphs: CudaGraphs
@@ -128,13 +132,14 @@ class Steps:
         captures = cuda_graphs is True or (cuda_graphs == "auto" and method.problem.device.type == "cuda")
         self._captured = CapturedSteps(method, sums, cuda_graphs) if captures else None
         adaptive = isinstance(method.settings.estimator, Adaptive)
-        self._outputs_of = AdaptiveSteps(method, sums, counts) if adaptive else partial(map, self._one)
-        self._inspected, self._left = method.passes > 0, method.left_to_autograd
+        self._do_passes = AdaptiveSteps(method, sums, counts) if adaptive else partial(map, self._one)
+        # With the method of an earlier run, its warnings have been given already.
+        self._inspected, self._left_to_autograd = method.passes > 0, method.left_to_autograd
 
     def __call__(self, window: Window) -> None:
         """Do the passes of all batches of a window, and count them."""
         batches = [self._method.problem.read(item, number) for number, item in window.items]
-        for batch, outputs in zip(batches, self._outputs_of(batches), strict=True):
+        for batch, outputs in zip(batches, self._do_passes(batches), strict=True):
             self._examine(batch, outputs)
             self._counts.add(outputs)
         self._counts.next = max(self._counts.next, window.end)
@@ -157,11 +162,15 @@ class Steps:
         return outputs.detached()
 
     def _examine(self, batch: Batch, outputs: Outputs) -> None:
-        """Warn of what looks wrong, in the first batch and when parameters turn out to be slow; note noise."""
+        """Warn of what looks wrong, in the first batch and when more parameters are left to autograd.
+
+        Besides, in batches 0, 1, 2, 4, ..., sample how much of the error bars is noise, and how uneven the samples are.
+        """
         problem, left, done = self._method.problem, self._method.left_to_autograd, self._counts.batches
-        if (done & (done - 1) == 0 and not self._inspected) or left > self._left:  # 0, 1, 2, 4, ...: these are enough
+        waits = not self._inspected and done & (done - 1) == 0  # 0, 1, 2, 4, ...: these are enough
+        if waits or left > self._left_to_autograd:
             self._inspected = problem.inspect(batch, outputs)
-        self._left = left
+        self._left_to_autograd = left
         index = self._dealing.index(batch.number)
         if index & (index - 1) == 0:
             core = problem.distributions(outputs, labels=False).core

@@ -36,7 +36,7 @@ class SlowPathWarning(UserWarning):
 
 
 class Method(ABC):
-    """Does batches: one forward pass, and for each cotangent a backward pass, whose squares are added.
+    """How gradients are squared, per sample or per batch: a forward pass, and a backward pass for each cotangent.
 
     The noise of a batch depends on the seed and the batch's number alone.
     """
@@ -83,7 +83,10 @@ class Method(ABC):
         keep: Tensor | None = None,
         mean_keep: float = 1.0,
     ) -> None:
-        """Send all cotangents of an estimator back; of samples that were kept at random, as `weighted` does."""
+        """Send all cotangents of an estimator back, and accumulate the squares of their gradients.
+
+        `keep`: the probabilities [B] with which samples were kept; their cotangents are then `weighted`.
+        """
         drawn = cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
         self._add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep), sums)
         sums.end_batch()
@@ -194,8 +197,11 @@ class PerSample(Method):
         parameters = problem.parameters
         self.engine = PerSampleGradients(problem.model, parameters, problem.batch_dim, tokens=tokens, shards=shards)
         self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
+        # Exact columns have no random signs: in the square of their sum over positions, cross terms would not vanish.
         self._positions_apart = isinstance(estimator, Exact)
-        self._mixes = estimator.centred and granularity == "auto"
+        self._remaining_per_batch = estimator.centred and granularity == "auto"
+        """Whether the gradient of the batch is squared for parameters without per-sample gradients; else each sample
+        has a backward pass of its own for them."""
         self.captured: PerSampleBackward | None = None
         """The backward pass through the last forward pass."""
         self._warned: set[int] = set()
@@ -236,7 +242,7 @@ class PerSample(Method):
     @override
     def forward(self, batch: Batch) -> Outputs:
         outputs, self.captured = captured_forward(self.problem, batch, self.engine, self.settings.estimator)
-        if not self._mixes:
+        if not self._remaining_per_batch:
             self._warn_if_slow()
         return outputs
 
@@ -247,9 +253,9 @@ class PerSample(Method):
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
         apart = self._sends_positions_apart(backward)
-        alone = (apart and logits.ndim > 2) or bool(backward.uses.remaining) or self._scale.is_needed(logits)
+        single = (apart and logits.ndim > 2) or bool(backward.uses.remaining) or self._scale.is_needed(logits)
         while group := list(islice(drawn, 1)):
-            at_once = 1 if alone else backward.how_many_at_once(logits, group[0].left)
+            at_once = 1 if single else backward.how_many_at_once(logits, group[0].left)
             if at_once > 1 and self.engine.vectorizes(backward, logits):
                 group.extend(islice(drawn, at_once - 1))
                 made_by = [self._pass(one, 1.0, more=True) for one in group]
@@ -274,7 +280,7 @@ class PerSample(Method):
 
     @override
     def methods(self) -> list[str]:
-        return self.engine.methods("batch" if self._mixes else "sample, one by one")
+        return self.engine.methods("batch" if self._remaining_per_batch else "sample, one by one")
 
     @override
     def state(self) -> dict[str, Any]:
@@ -289,27 +295,31 @@ class PerSample(Method):
     def _add_one(
         self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward, apart: bool
     ) -> None:
-        """One pass; or one for each position (`apart`), and for each sample where there are no rules."""
+        """Send one cotangent back: in one pass, or in one for each position if `apart`.
+
+        Parameters without per-sample gradients get the square of the batch's gradient from the same pass, or one pass
+        for each sample.
+        """
         logits, remaining = outputs.logits, backward.uses.remaining
-        alone = [] if self._mixes else remaining
+        one_by_one = [] if self._remaining_per_batch else remaining
         pieces = by_position(cotangent.values, outputs.valid) if apart else iter([cotangent.values])
         for piece in pieces:
-            keep = cotangent.left > 1 or apart or bool(alone)
+            keep = cotangent.left > 1 or apart or bool(one_by_one)
             scale = self.scale_of(logits, piece, backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
-            sent = values.clone() if alone else values  # a backward that works in place would change it
+            sent = values.clone() if one_by_one else values  # a backward that works in place would change it
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
-            if self._mixes and remaining:
+            if self._remaining_per_batch and remaining:
                 sums.add(gradients, made_by)
             one_sample = made_by._replace(noise=made_by.sample_noise)
-            for single in by_sample(values) if alone else ():
-                sums.add(backward.remaining_gradients(logits, single, alone), one_sample)
+            for single in by_sample(values) if one_by_one else ():
+                sums.add(backward.remaining_gradients(logits, single, one_by_one), one_sample)
                 self.passes += 1
             sums.end_pass()
             self.passes += 1
 
     def _sends_positions_apart(self, backward: PerSampleBackward) -> bool:
-        """Whether fixed columns need a pass for each position, since gradients of samples are sums over positions."""
+        """Whether each position needs a pass of its own: not if all parameters are squared per token anyway."""
         return self._positions_apart and not backward.all_by_token
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
@@ -341,11 +351,12 @@ class PerSample(Method):
 def captured_forward(
     problem: Problem, batch: Batch, engine: PerSampleGradients, estimator: Estimator | None = None
 ) -> tuple[Outputs, PerSampleBackward]:
-    """Run the model until it is clear which of its parameters can be done per sample.
+    """Run the model with hooks, verify if it is due; return its outputs and how to send cotangents back.
 
-    All forward passes of a batch begin with the same random states, buffers and attributes, so that noise inside of a
-    model is no difference, and a model that carries a state from batch to batch does so once for each batch.
-    A model that fails with hooks, and not without, is left to autograd.
+    The forward pass is repeated until all parameters that are captured have per-sample gradients that pass the
+    verification.  All forward passes of a batch begin with the same random states, buffers and attributes, so that
+    noise inside of a model is no difference, and a model that carries a state from batch to batch does so once for each
+    batch.  A model that fails with hooks, and not without, is left to autograd.
     """
     restore: Callable[[], bool] | None = model_states(problem.model) if engine.carries_state else None
     reference = None

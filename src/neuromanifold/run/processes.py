@@ -100,11 +100,11 @@ class Processes:
         """Wait until all processes have begun the run; return their values."""
         found = self.gather_unless_stopped("join", value, stops=False, patient=False)
         assert found is not None
-        self.meet(device)
+        self.barrier(device)
         return found
 
-    def meet(self, device: torch.device) -> None:
-        """Wait in a collective, whose backend has to know the device."""
+    def barrier(self, device: torch.device) -> None:
+        """Wait for all processes, in a collective; refuse a backend that does not know the device."""
         if self.several:
             try:
                 self.add(torch.zeros(1, device=device))

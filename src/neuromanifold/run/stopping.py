@@ -98,12 +98,14 @@ class Interrupts:
     """Lets a batch that has begun come to its end first.  A second Ctrl-C does not wait.
 
     Python's own handler is replaced, for the time of a run; one of the user's is left alone, and so are other threads,
-    where signals do not arrive.  There an exception may come within a batch, which is then `spoiled`.
+    where signals do not arrive.  There an exception may come within a batch: `in_batch` is then still true.
     """
 
     def __init__(self, wanted: bool) -> None:
-        self.wanted, self.spoiled = wanted, False
-        """Whether Ctrl-C waits for the batch; whether a batch has begun and not ended."""
+        self.wanted = wanted
+        """Whether Ctrl-C waits for the end of the batch."""
+        self.in_batch = False
+        """Whether a batch has begun and not ended, so that sums may hold a part of it; so it stays after an error."""
         self.asked = False
         """Whether Ctrl-C has come and waits."""
 
@@ -124,13 +126,13 @@ class Interrupts:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Ctrl-C waits while inside, and raises KeyboardInterrupt at the end; not after an error, which goes on."""
-        self.spoiled = True
+        self.in_batch = True
         yield
-        self.spoiled = False
+        self.in_batch = False
         if self.asked:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or not self.spoiled:
+        if self.asked or not self.in_batch:
             signal.default_int_handler(number, frame)
         self.asked = True

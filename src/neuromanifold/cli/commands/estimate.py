@@ -162,7 +162,7 @@ def _estimate(
     if own.rank == 0 or divided:
         result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
         result.save(output)
-    own.meet()  # checkpoints may go
+    own.barrier()  # checkpoints may go
     if checkpoint is not None and not interrupted:
         checkpoint.file(own.rank).unlink(missing_ok=True)
         if own.rank == 0:

@@ -144,7 +144,7 @@ def _share(blocks: list[EigenBlock], options: LoopOptions) -> None:
         if processes.several:
             for tensor in {id(t): t for t in found if t is not None}.values():
                 processes.add(tensor.zero_() if processes.rank else tensor)
-            processes.meet(found[-1].device)  # type: ignore[union-attr]
+            processes.barrier(found[-1].device)  # type: ignore[union-attr]
 
 
 def _check_combination(

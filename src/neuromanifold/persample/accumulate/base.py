@@ -14,18 +14,18 @@ from neuromanifold.persample.gradients import Form
 
 
 class Pass(NamedTuple):
-    """One backward pass: how many times too large its gradients are, and c with Var(g²) <= c E[g⁴].
+    """What an accumulator has to know of a backward pass: the scale of its gradients, and how noisy their squares are.
 
-    The constant may be smaller for squares of single samples than for those of batches, and for those of single
-    positions; 0: nothing is random.
+    Noise is the constant c with Var(g²) <= c E[g⁴], which may be smaller for squares of single samples than for those
+    of batches, and for those of single positions; 0: nothing is random.
     """
 
-    scale: float = 1.0
-    noise: float = 0.0
-    sample_noise: float = 0.0
+    scale: float = 1.0  # gradients are so many times too large
+    noise: float = 0.0  # c of the square of a whole batch's gradient
+    sample_noise: float = 0.0  # c of the square of a sample's
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
-    token_noise: float = 0.0
+    token_noise: float = 0.0  # c of the square of a token's
     weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
 
 

@@ -27,10 +27,10 @@ from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product
 
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
-_EVEN = 0.5  # of the samples must carry F, or all fourth powers are taken
+_EVEN = 0.5  # of the samples must contribute to F, or all fourth powers are taken
 _UNLIKE, _MANY = 4.0, 0.2  # where n v/F̂² is larger for so many entries of a parameter, all of its are taken
 _EARLY = 8  # batches in which gradients may become much larger than before
-_NUMBERS = (  # of its state
+_NUMBERS = (  # attributes that a checkpoint holds, under these names
     *("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes", "_carried", "_sparse"),
 )
 
@@ -51,13 +51,13 @@ class DiagonalSums:
         """
         count = len(parameters)
         self._parameters = parameters
-        self.kept, self._keeps, self._alike = fourth_powers, bool(fourth_powers), alike
+        self.fourth_powers, self._keeps_fourths, self._alike = fourth_powers, bool(fourth_powers), alike
         self._by_row = [fourth_powers == "rows" and parameter.ndim > 1 for parameter in parameters]
         self._squares: list[Tensor | None] = [None] * count  # allocated when first needed, as .grad is
         self._noiseless: list[Tensor | None] = [None] * count
         self._fourths: list[Tensor | None] = [None] * count
         self._units = [0.0] * count
-        self._small = SmallSums(apart=self._keeps)
+        self._small = SmallSums(apart=self._keeps_fourths)
         self._products: dict[int, SquaredProduct] = {}  # sums over the passes of a batch
         self._sizes: dict[int, Tensor] = {}  # root mean squares, read back between batches
         self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
@@ -77,7 +77,7 @@ class DiagonalSums:
         An error bar need not be as exact as the estimate: fourth powers are taken of the first samples, and then of one
         of every four batches, chosen at random so that it does not correlate with the order of the data.  That follows
         from the batch's number and size, so that processes which share a run take those that one process would; only
-        where few samples carry F (`note_traces`) each of them takes all of its own from then on.
+        where few samples contribute to F (`note_traces`) each of them takes all of its own from then on.
         """
         group, place = divmod(index, _ONE_IN)
         first = index * samples < _ALL_OF
@@ -91,25 +91,25 @@ class DiagonalSums:
         if not used:
             return
         values = [g for i in used if (g := gradients[i]) is not None]
-        if not self._keeps or not made_by.noise:
-            add_whole(values, [Accumulators(self._square(i, made_by.noise), scale=made_by.scale) for i in used])
+        if not self._keeps_fourths or not made_by.noise:
+            add_whole(values, [Accumulators(self._sums_for(i, made_by.noise), scale=made_by.scale) for i in used])
             return
-        look = self._look(values[0].device)
-        if look == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
+        check = self._unit_check(values[0].device)
+        if check == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
             for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
                 self._raise_unit(i, power_of_two_near(size / made_by.scale))
-        elif look == "later":
+        elif check == "later":
             self._sizes.update(
                 (i, size / made_by.scale) for i, size in zip(used, root_mean_squares(values), strict=True)
             )
         add_whole(values, [self._accumulators(i, made_by.scale, made_by.noise) for i in used])
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Add Σ_n (g_n/scale)² and the squares of its terms."""
+        """Add Σ_n (g_n/scale)² and the squares of its terms; small parameters, and several passes, are added later."""
         if not form.samples or not self._parameters[i].numel():
             return
         if isinstance(form, Dense) and form.values.numel() <= LIMIT and not self._by_row[i]:
-            noise = made_by.sample_noise if self._keeps else 0.0
+            noise = made_by.sample_noise if self._keeps_fourths else 0.0
             self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
             return
         if made_by.more and isinstance(form, Product) and form.single:
@@ -120,30 +120,30 @@ class DiagonalSums:
             self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
             return
         self._of_batch = form.samples
-        random = self._keeps and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
+        random = self._keeps_fourths and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
         self._seen[i] += form.samples if random else 0
         if self._comes_later and not self._taken[i]:
             self._elsewhere.add(i)
         first = not (self._taken[i] or i in self._elsewhere)
-        takes = self._takes or not form.thins or first or self._sparse[i]
+        takes = self._takes or not form.fourths_are_costly or first or self._sparse[i]
         if not (takes and random):
-            form.add_squares(Accumulators(self._square(i, made_by.sample_noise), scale=made_by.scale))
+            form.add_squares(Accumulators(self._sums_for(i, made_by.sample_noise), scale=made_by.scale))
             return
         self._taken[i] += form.samples
-        look = self._look(form.device)
-        if look == "now" or (self.may_synchronize and not self._units[i]):
+        check = self._unit_check(form.device)
+        if check == "now" or (self.may_synchronize and not self._units[i]):
             self._raise_unit(i, power_of_two_near(float(form.magnitude()) / made_by.scale))
-        elif look == "later":
+        elif check == "later":
             self._sizes[i] = form.magnitude() / made_by.scale
         form.add_squares(self._accumulators(i, made_by.scale, made_by.sample_noise))
 
     def _accumulators(self, i: int, scale: float, weight: float) -> Accumulators:
-        """The sums of a parameter, with fourth powers."""
+        """Return the tensors that the squares and fourth powers of a parameter are added to."""
         kept, by_row = self._fourth_powers(i), self._by_row[i]
         fourths, rows = (None, kept) if by_row else (kept, None)
-        return Accumulators(self._square(i), fourths, self._units[i] or 1.0, weight, scale, rows)
+        return Accumulators(self._sums_for(i), fourths, self._units[i] or 1.0, weight, scale, rows)
 
-    def _look(self, device: torch.device) -> Literal["now", "later", "never"]:
+    def _unit_check(self, device: torch.device) -> Literal["now", "later", "never"]:
         """Whether to check if gradients have grown: in the first batches, then in number 16, 32, ...
 
         Reading a value back synchronizes a GPU: there all of them are read together, after the batch.
@@ -154,7 +154,7 @@ class DiagonalSums:
         return "later" if device.type == "cuda" else "now"
 
     def synchronize(self) -> None:
-        """Raise units, and count the batch."""
+        """Raise units, count the batch, and decide what is kept of the next one (the loop may know more of it)."""
         for device in {size.device for size in self._sizes.values()}:
             there = {i: size for i, size in self._sizes.items() if size.device == device}
             for i, size in zip(there, read_back(list(there.values())), strict=True):
@@ -167,7 +167,7 @@ class DiagonalSums:
         self.begin_batch(self._batches, self._of_batch)
 
     def note_traces(self, traces: Tensor) -> None:
-        """Take the traces of some samples' metrics, [n]: which share of the samples carries F, and its noise.
+        """Take the traces of some samples' metrics, [n]: which share of the samples contributes to F and its noise.
 
         If it is small, as for confident predictions, most of an entry's variance may be in a batch whose fourth powers
         would not have been taken, so that its error bar would be much too small.
@@ -192,14 +192,14 @@ class DiagonalSums:
 
     @property
     def _is_uneven(self) -> bool:
-        """Whether (Σ t)²/Σ t², the number of samples that carry F, is a small part of them."""
+        """Whether (Σ t)²/Σ t², the number of samples that contribute to F, is a small part of them."""
         total, squares, samples = self._carried
         return total**2 < _EVEN * samples * squares
 
     @property
     def variant(self) -> tuple[object, ...]:
         """All but the shapes that decides which operations a batch takes: a captured CUDA graph fits one variant."""
-        return self._takes and self._keeps, self._changes, self._small.moves
+        return self._takes and self._keeps_fourths, self._changes, self._small.moves
 
     def tally(self) -> Tally:
         """Return how many samples have been counted so far."""
@@ -230,7 +230,7 @@ class DiagonalSums:
 
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Add the sums that `state` returned for other batches."""
-        other = DiagonalSums(self._parameters, self.kept, self._alike)
+        other = DiagonalSums(self._parameters, self.fourth_powers, self._alike)
         other.set_state(tensors, values)
         for i, unit in enumerate(other._units):
             largest = max(unit, self._units[i])
@@ -238,7 +238,7 @@ class DiagonalSums:
                 sums._change_unit(i, largest)
             for squares, noise in ((other._squares[i], 1.0), (other._noiseless[i], 0.0)):
                 if squares is not None:
-                    self._square(i, noise).add_(squares)
+                    self._sums_for(i, noise).add_(squares)
             if (fourths := other._fourths[i]) is not None:
                 self._fourth_powers(i).add_(fourths)
         self._small.merge(other._small)
@@ -255,8 +255,8 @@ class DiagonalSums:
         of_all = processes.gather("sums", {**has, **numbers})
         for i, units in enumerate(zip(*(one["units"] for one in of_all), strict=True)):
             self._change_unit(i, max(units))
-        noiseless = functools.partial(self._square, noise=0.0)
-        for kind, sums in (("squares", self._square), ("noiseless", noiseless), ("fourths", self._fourth_powers)):
+        noiseless = functools.partial(self._sums_for, noise=0.0)
+        for kind, sums in (("squares", self._sums_for), ("noiseless", noiseless), ("fourths", self._fourth_powers)):
             for i in sorted({i for one in of_all for i in one[kind]}):
                 processes.add(sums(i))
         self._small.reduce(processes, self._parameters)
@@ -265,7 +265,7 @@ class DiagonalSums:
 
     def copy(self) -> DiagonalSums:
         """Return the same sums, which go on by themselves."""
-        copied = DiagonalSums(self._parameters, self.kept, self._alike)
+        copied = DiagonalSums(self._parameters, self.fourth_powers, self._alike)
         copied.set_state(*self.state())
         return copied
 
@@ -307,9 +307,9 @@ class DiagonalSums:
         """The sums of a weight's rows where these have the error bars."""
         return square.flatten(1).sum(1) if self._by_row[i] else square
 
-    def _square(self, i: int, noise: float = 1.0) -> Tensor:
-        """The sum for squares of which c is known."""
-        apart = self._keeps and not noise and not self._by_row[i]
+    def _sums_for(self, i: int, noise: float = 1.0) -> Tensor:
+        """Return the sums for a parameter's squares: apart where nothing is random (c = 0).  They begin as zeros."""
+        apart = self._keeps_fourths and not noise and not self._by_row[i]
         sums = self._noiseless if apart else self._squares
         kept = sums[i]
         if kept is None:

@@ -28,8 +28,8 @@ class Form(ABC):
     shape: torch.Size  # of the parameter
     device: torch.device
 
-    thins: ClassVar[bool] = True
-    """Whether fourth powers cost so much that only some batches take them."""
+    fourths_are_costly: ClassVar[bool] = True
+    """Whether fourth powers cost so much more than squares that only some batches take them."""
 
     @abstractmethod
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ class Dense(Form):
     """The gradients themselves, [n, ...]: a sample first, then the shape of the parameter."""
 
     values: Tensor
-    thins: ClassVar[bool] = False
+    fourths_are_costly: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.samples, self.shape, self.device = self.values.shape[0], self.values.shape[1:], self.values.device
@@ -223,7 +223,7 @@ class Rows(Form):
     values: Tensor  #: [n, t, d]
     ids: Tensor  #: [n, t]
     rows: int
-    thins: ClassVar[bool] = False
+    fourths_are_costly: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.samples, self.device = self.values.shape[0], self.values.device

@@ -57,7 +57,7 @@ def run_sharded(
     shards: Shards,
     accuracy: Accuracy,
 ) -> Counts:
-    """Go through the data once, or until they are accurate enough, as `loop.run` does; inside of `sharded`."""
+    """Go through the data once, or until the sums are accurate enough, as `loop.run` does; inside of `sharded`."""
     in_step, processes, counts = shards.processes, shards.processes.all, Counts()
     shows = processes.rank == 0
     method = Lockstep(problem, settings, shards, tokens=isinstance(sums, ShardedSums))
@@ -71,7 +71,7 @@ def run_sharded(
         counts.stopped = _looked(shards, counts, sums, accuracy)
     with method.attached(), interrupts.watched(), processes.losses_named():
         while not counts.stopped:
-            interrupts.spoiled = True  # Ctrl-C waits: the other processes have to hear of it
+            interrupts.in_batch = True  # Ctrl-C waits: the other processes have to hear of it
             entry = mine.following()
             flags = [entry is not None, method.engine.came_late, saved.is_due, interrupts.asked]
             there, late, due, asked = zip(*in_step.gather("round", flags), strict=True)

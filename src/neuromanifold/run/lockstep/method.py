@@ -47,7 +47,7 @@ class Lockstep(PerSample):
         self._shards = shards
         if settings.granularity == "batch":
             self.engine.exclude_all()
-            self._mixes = True
+            self._remaining_per_batch = True
 
     @override
     def forward(self, batch: Batch) -> Outputs:
@@ -65,7 +65,7 @@ class Lockstep(PerSample):
     def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
         logits, backward, processes = outputs.logits, self.captured, self._shards.processes
         assert backward is not None
-        alone = any(processes.gather("alone", bool(backward.uses.remaining and not self._mixes)))
+        alone = any(processes.gather("alone", bool(backward.uses.remaining and not self._remaining_per_batch)))
         apart = any(processes.gather("apart", self._sends_positions_apart(backward)))
         zeros = torch.zeros_like(logits)
         for cotangent in self._in_step("cotangent", drawn):
@@ -95,7 +95,9 @@ class Lockstep(PerSample):
         """One backward pass, whose gradients come a layer at a time."""
         sink = self._sink(sums, piece)
         remaining = backward.uses.remaining
-        with self._shards.streamed(remaining, partial(self._take, sink if self._mixes else _Nothing(), made_by)):
+        with self._shards.streamed(
+            remaining, partial(self._take, sink if self._remaining_per_batch else _Nothing(), made_by)
+        ):
             backward(logits, zeros if piece is None else piece, sink, made_by, keep_graph=True)
         sink.end_pass()
         self.passes += piece is not None
