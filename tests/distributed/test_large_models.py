@@ -92,6 +92,26 @@ def test_offloaded_parameters_are_loaded_for_the_time_of_a_run(how: str, make: A
     assert torch.equal(getattr(again, "logits", again), getattr(outputs, "logits", outputs))
 
 
+def test_parameters_of_the_model_itself_may_be_offloaded(tmp_path: Path) -> None:
+    """Class tokens and positions of vision transformers belong to no submodule."""
+
+    def with_scale() -> nn.Module:
+        torch.manual_seed(0)
+        model = Net(lambda m, x: m.head(torch.tanh(m.layer(x) * m.scale)), layer=nn.Linear(4, 8), head=nn.Linear(8, 3))
+        model.scale = nn.Parameter(torch.randn(8))
+        return model
+
+    data = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    expected = nm.fisher_diagonal(with_scale(), data)
+    for how in ("cpu_offload", "disk_offload"):
+        model = offload(with_scale(), how, tmp_path)
+        found = nm.fisher_diagonal(model, data)
+        assert all(torch.equal(found.sums[name], expected.sums[name]) for name in expected)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        some = nm.fisher_diagonal(model, data, parameters=["head.weight"])
+        assert torch.equal(some.sums["head.weight"], expected.sums["head.weight"])
+
+
 def test_buffers_may_be_offloaded_too() -> None:
     """Those of modules without parameters have no values between calls, such as frequencies of rotary embeddings."""
 

@@ -23,32 +23,39 @@ _COMPARED = 64  # numbers of each parameter that are compared first
 @contextmanager
 def loading_offloaded(model: object, selection: Selection) -> Iterator[None]:
     """Load the modules that have offloaded parameters among the chosen ones; offload them again at the end."""
-    utils = sys.modules.get("accelerate.utils")  # without which nothing was offloaded
-    if utils is None or not isinstance(model, nn.Module):
+    if "accelerate.hooks" not in sys.modules or not isinstance(model, nn.Module):  # without it nothing was offloaded
         yield
         return
-    offloaded = [module for module in model.modules() if utils.has_offloaded_params(module)]
+    offloaded = {module: hook for module in model.modules() if (hook := _loading(module)) is not None}
     chosen = set(map(id, select_parameters(model, selection).values())) if offloaded else set()
-    wanted = [module for module in offloaded if not chosen.isdisjoint(map(id, module.parameters()))]
+    wanted = {one: hook for one, hook in offloaded.items() if not chosen.isdisjoint(map(id, one.parameters()))}
     with ExitStack() as stack:
-        for module in wanted:
-            stack.enter_context(utils.align_module_device(module))
+        for module, hook in wanted.items():
+            stack.callback(hook.post_forward, module, None)
+            hook.pre_forward(module)
         if wanted:
             _tie(model, wanted)
         try:
-            for module in wanted:
-                module._hf_hook.offload = False  # type: ignore[union-attr]
+            for hook in wanted.values():
+                hook.offload = False
             yield
         finally:
-            for module in wanted:
-                module._hf_hook.offload = True  # type: ignore[union-attr]
+            for hook in wanted.values():
+                hook.offload = True
 
 
-def _tie(model: nn.Module, modules: list[nn.Module]) -> None:
+def _loading(module: nn.Module) -> Any:
+    """Return the hook that loads a module's own tensors for a call; that of the whole model has another one beside."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    kind = sys.modules["accelerate.hooks"].AlignDevicesHook
+    return next((one for one in getattr(hook, "hooks", (hook,)) if isinstance(one, kind) and one.offload), None)
+
+
+def _tie(model: nn.Module, hooks: dict[nn.Module, Any]) -> None:
     """Make one parameter of those that were one before they were offloaded, each of which was loaded by itself."""
     first, from_disk = dict[int, nn.Parameter](), set[int]()
-    for module in modules:
-        values: Any = module._hf_hook.weights_map  # type: ignore[union-attr]
+    for module, hook in hooks.items():
+        values = hook.weights_map
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 one, again = values[name], values[name]
