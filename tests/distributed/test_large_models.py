@@ -92,6 +92,27 @@ def test_offloaded_parameters_are_loaded_for_the_time_of_a_run(how: str, make: A
     assert torch.equal(getattr(again, "logits", again), getattr(outputs, "logits", outputs))
 
 
+def test_buffers_may_be_offloaded_too() -> None:
+    """Those of modules without parameters have no values between calls, such as frequencies of rotary embeddings."""
+
+    def with_buffers() -> nn.Module:
+        rotation = Net(lambda m, x: x * m.frequencies)
+        rotation.register_buffer("frequencies", torch.arange(1.0, 17.0) / 16)
+        torch.manual_seed(0)
+        normed = nn.BatchNorm1d(16)
+        normed(torch.randn(9, 16))
+        return nn.Sequential(nn.Flatten(), nn.Linear(4, 16), nn.Tanh(), rotation, normed, nn.Linear(16, 5)).eval()
+
+    data = [batch.float() / 20 for batch in DATA]
+    expected = nm.fisher_diagonal(with_buffers(), data)
+    model = accelerate.cpu_offload(with_buffers(), execution_device=torch.device("cpu"), offload_buffers=True)
+    away = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    assert "3.frequencies" in away
+    found = nm.fisher_diagonal(model, data)
+    assert all(torch.equal(found.sums[name], expected.sums[name]) for name in expected)
+    assert {name for name, buffer in model.named_buffers() if buffer.is_meta} == away
+
+
 def test_offloaded_parameters_that_are_not_chosen_stay_where_they_are(tmp_path: Path) -> None:
     """As where adapters are of interest, and the frozen model is offloaded."""
     model = network()

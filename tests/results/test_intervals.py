@@ -306,6 +306,34 @@ def test_what_is_exact_goes_with_the_result(tmp_path: Path) -> None:
     torch.testing.assert_close(found.rows.noiseless["weight"], part.sum(1))
 
 
+def test_a_part_of_the_data_in_which_nothing_is_random_is_only_added(tmp_path: Path) -> None:
+    """Five answers to choose from leave noise where three do not: the interval is that of the five, moved."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    five, three = (nm.fisher_diagonal(Choices(model), [torch.randn(6, k, 4)], nm.Hutchinson(2)) for k in (5, 3))
+    assert not any(bool(noise.any()) for noise in three.noise.values())
+    five.save(tmp_path / "five.safetensors", shard_size=1)
+    lower, upper = (end["layer.weight"] for end in five.sum.interval())
+    for both in (five + three, three + five, nm.load(tmp_path / "five.safetensors") + three):
+        for end, of_five in zip(both.sum.interval(), (lower, upper), strict=True):
+            torch.testing.assert_close(end["layer.weight"], of_five + three.sums["layer.weight"])
+    exact = three + nm.fisher_diagonal(Choices(model), [torch.randn(6, 3, 4)], nm.Hutchinson(2), seed=1)
+    assert not exact.noiseless
+    assert (five.to(torch.float64) + three).noiseless["layer.weight"].dtype == torch.float64
+
+
+class Choices(nn.Module):
+    """Scores each answer by itself."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x)
+        return scores[..., 0]
+
+
 @pytest.mark.parametrize("classes", [3, 14])
 def test_coverage_where_fourth_powers_are_not_taken_of_all_batches(classes: int) -> None:
     """Rare words of a linear layer: most of them are only in batches whose fourth powers are left out."""

@@ -137,7 +137,8 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.tensors = module, dict(module._buffers)
-        self.values = {name: value.detach().clone() for name, value in self.tensors.items() if value is not None}
+        present = {name: value for name, value in self.tensors.items() if value is not None and not value.is_meta}
+        self.values = {name: value.detach().clone() for name, value in present.items()}
 
     def restore(self) -> bool:
         """Put the same tensors back, with the same values, and take away what is new; return whether any differed."""

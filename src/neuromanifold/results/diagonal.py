@@ -157,11 +157,11 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
             raise ValueError(message("other", "a result for the same parameters", f"a difference at {different!r}"))
         provenance = self.provenance.plus(other.provenance)
         mine, others = (converted(d.noise, d.error_bars, provenance.error_bars) for d in (self, other))
-        random = all(any(bool((value > 0).any()) for value in noise.values()) for noise in (mine, others))
-        combine = torch.add if random and self.provenance.shares_noise_with(other.provenance) else torch.hypot
-        apart = self.noiseless or other.noiseless
-        if self.noiseless and other.noiseless:
-            apart = mapped(lambda a, b: a + b.to(a), self.noiseless, other.noiseless)
+        random = [any(bool((value > 0).any()) for value in noise.values()) for noise in (mine, others)]
+        combine = torch.add if all(random) and self.provenance.shares_noise_with(other.provenance) else torch.hypot
+        exact = [d.noiseless if of_it else d.sums for d, of_it in zip((self, other), random, strict=True)]
+        exact = [parts for parts in exact if parts and any(random)]  # all of a result may be, and nothing of another
+        apart = mapped(lambda a, *parts: sum(part.to(a) for part in parts), self.sums, *exact) if exact else {}
         return replace(
             self,
             sums=mapped(lambda a, b: a + b.to(a), self.sums, other.sums),
@@ -289,8 +289,9 @@ class ShardedFisher(DiagonalFisher):
 
     def gathered(self) -> DiagonalFisher:
         """Return the whole result on each process, which must have the memory for it."""
-        sums, noise = ({name: whole(t) for name, t in d.items()} for d in (self.sums, self.noise))
-        return DiagonalFisher(sums, noise, self.count, self.positions, self.provenance, self.reduction)
+        parts = (self.sums, self.noise, self.noiseless)
+        sums, noise, apart = ({name: whole(t) for name, t in d.items()} for d in parts)
+        return DiagonalFisher(sums, noise, self.count, self.positions, self.provenance, self.reduction, apart)
 
     def _refuse(self, *_: object, **__: object) -> Any:
         advice = "Save the result and nm.load it in one process, or take fim.gathered() if memory has room for it."
