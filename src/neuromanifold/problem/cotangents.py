@@ -23,7 +23,7 @@ class Cotangent(NamedTuple):
     values: Tensor  # [B, ..., C]
     noise: float
     sample_noise: float
-    left: int  # how many cotangents of the batch are still to come, this one included
+    to_come: int  # how many cotangents of the batch are still to come, this one included
     passes: int = 1  # how many there are
     token_noise: float = 0.0
     weights: Tensor | None = None  # [B] 1/π, for samples that were kept with probability π

@@ -158,7 +158,7 @@ class PerBatch(Method):
     @override
     def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
         for cotangent in drawn:
-            gradients, scale = self._backward(outputs.logits, cotangent.values, keep_graph=cotangent.left > 1)
+            gradients, scale = self._backward(outputs.logits, cotangent.values, keep_graph=cotangent.to_come > 1)
             sums.add(gradients, Pass(scale, cotangent.noise))
             sums.end_pass()
             self.passes += 1
@@ -255,7 +255,7 @@ class PerSample(Method):
         apart = self._sends_positions_apart(backward)
         single = (apart and logits.ndim > 2) or bool(backward.uses.remaining) or self._scale.is_needed(logits)
         while group := list(islice(drawn, 1)):
-            at_once = 1 if single else backward.how_many_at_once(logits, group[0].left)
+            at_once = 1 if single else backward.how_many_at_once(logits, group[0].to_come)
             if at_once > 1 and self.engine.vectorizes(backward, logits):
                 group.extend(islice(drawn, at_once - 1))
                 made_by = [self._pass(one, 1.0, more=True) for one in group]
@@ -304,7 +304,7 @@ class PerSample(Method):
         one_by_one = [] if self._remaining_per_batch else remaining
         pieces = by_position(cotangent.values, outputs.valid) if apart else iter([cotangent.values])
         for piece in pieces:
-            keep = cotangent.left > 1 or apart or bool(one_by_one)
+            keep = cotangent.to_come > 1 or apart or bool(one_by_one)
             scale = self.scale_of(logits, piece, backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
             sent = values.clone() if one_by_one else values  # a backward that works in place would change it
@@ -323,7 +323,7 @@ class PerSample(Method):
         return self._positions_apart and not backward.all_by_token
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
-        more, independent = more or cotangent.left > 1, self.settings.estimator.independent_passes
+        more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
         noise = cotangent.noise, cotangent.sample_noise
         return Pass(scale, *noise, independent, more, cotangent.token_noise, cotangent.weights)
 

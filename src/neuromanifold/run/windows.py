@@ -119,8 +119,8 @@ class AdaptiveSteps:
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
             own = kept[torch.isin(owner[kept], torch.tensor(numbers))]
-            sure = allocation.keep[own] >= 1  # apart from the others: a group has one constant for its noise
-            for some in (own[sure], own[~sure]):
+            certain = allocation.keep[own] >= 1  # apart from the others: a group has one constant for its noise
+            for some in (own[certain], own[~certain]):
                 if len(some):
                     order = (allocation.passes[some] + allocation.keep[some]).argsort(descending=True, stable=True)
                     sizes = groups(allocation.passes[some[order]], max(1, *(window[b].samples for b in numbers)))
