@@ -110,6 +110,21 @@ def test_one_result_replaces_another(tmp_path: Path) -> None:
     assert same(load(path), b)
 
 
+def test_parts_of_other_results_stay(tmp_path: Path) -> None:
+    """fim.1-00001-of-00008 may be of fim.1.safetensors, or of fim.safetensors that was written a second time."""
+    first, second = diagonal(), diagonal(seed=1)
+    for name in ("fim.1.safetensors", "fim"):
+        first.save(tmp_path / name, shard_size="600B")
+    for size in ("600B", "600B", "5GB"):
+        second.save(tmp_path / "fim.safetensors", shard_size=size)
+        assert same(load(tmp_path / "fim.safetensors"), second)
+        assert same(load(tmp_path / "fim.1.safetensors"), first)
+        assert same(load(tmp_path / "fim"), first)
+    first.save(tmp_path / "fim.1.safetensors")
+    first.save(tmp_path / "fim")
+    assert names(tmp_path) == ["fim", "fim.1.safetensors", "fim.safetensors"]
+
+
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     path, index = tmp_path / "fim.safetensors", tmp_path / "fim.safetensors.index.json"
     diagonal().save(path, shard_size="2KB")

@@ -156,7 +156,10 @@ def _remove_old(path: Path, files: Sequence[Path]) -> None:
 
 
 def remove_parts(path: Path, keep: Sequence[Path] = ()) -> None:
-    """Remove files of tensors of other results of this name, and what a process that was killed has not finished."""
+    """Remove files of tensors of other results of this name, and what a process that was killed has not finished.
+
+    What fim.1.safetensors has in parts looks like what fim.safetensors may have: each part says which index it is of.
+    """
     named = re.compile(re.escape(path.name.removesuffix(".safetensors")) + r"(\.\d+)?-\d{5}-of-\d{5}\.safetensors")
     remove_unfinished(path)
     remove_unfinished(index_of(path))
@@ -166,7 +169,7 @@ def remove_parts(path: Path, keep: Sequence[Path] = ()) -> None:
         if named.fullmatch(file.name) and file.name not in {one.name for one in keep}:
             with suppress(OSError, SafetensorError), safe_open(file, framework="pt") as opened:
                 head = opened.metadata() or {}
-                if (head.get("format"), head.get("kind")) == (FORMAT, PART):
+                if (head.get("format"), head.get("kind"), head.get("index")) == (FORMAT, PART, index_of(path).name):
                     file.unlink()
 
 
