@@ -10,8 +10,8 @@
     python benchmarks/adaptive.py --figure                           docs/images/adaptive.png from the results
 
 Cost: time of a run over that of forward + backward of the same batches, taking turns, medians over the turns
-(wall-clock on a GPU, processor time on a CPU).  It is the time of two windows of batches minus that of the first of
-them, so that what a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F
+(wall-clock on a GPU, processor time on a CPU).  It is the time of a window of batches twice minus that of it once,
+so that what a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F
 by nm.Exact().  Stated: what the result says of Σ error / Σ F.
 """
 
@@ -103,7 +103,7 @@ def measure(
     case: Case, seeds: int, turns: int, device: torch.device, until: float = math.inf, costs: Iterable[float] = COSTS
 ) -> dict[str, Any]:
     """One network: numbers for each estimator, of as many turns as there is time for, and of one at least."""
-    window = len(case.batches) // 2
+    window = min(16, len(case.batches))
     with torch.no_grad():
         logits = torch.cat([_logits(case.model, batch) for batch in case.batches])
     given = estimators(window, costs, classes=logits.shape[-1])
@@ -117,16 +117,18 @@ def measure(
         if turn and time.perf_counter() + taken > until:
             break
         for name, estimator in {PLAIN: None, **given}.items():
-            both = []
-            for batches in (case.batches[:window], case.batches[: 2 * window]):
+            both, results = list[float](), list[Any]()
+            for batches in (case.batches[:window], 2 * case.batches[:window]):
                 call: Callable[[], Any] = partial(forward_backward, case.model, batches)
                 if estimator is not None:
                     call = partial(nm.fisher_diagonal, case.model, batches, estimator, seed=turn)
                 result, cost = timed(call, device)
                 both.append(cost)
+                results.append(result)
             seconds[name].append(both[1] - both[0])
             if estimator is not None and turn < seeds:
-                if len(case.batches) > 2 * window:  # an odd number
+                result = results[0]
+                if len(case.batches) > window:
                     result = nm.fisher_diagonal(case.model, case.batches, estimator, seed=turn)
                 found[name].append(compare(case, result, exact))
                 left_out[name] = result.provenance.left_out

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -130,11 +131,11 @@ def small_network(name: str, path: Path, weights: Path, samples: int, size: int)
     images = nn.functional.avg_pool2d(images, 2)
     torch.manual_seed(0)
     make, epochs, rate = SMALL[name]
-    model, file = make(), weights / f"{name}.pt"
+    model, file = make(), weights / f"{name}.safetensors"
     if not file.exists():
         train(model, images, labels, epochs, batch=64, rate=rate, shift=False)
-        torch.save(model.state_dict(), file)
-    model.load_state_dict(torch.load(file))
+        save_file(model.state_dict(), file)
+    model.load_state_dict(load_file(file))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     title = f"small {name} network, {millions:.2f} M, {samples} of the 2,048 images that it was trained on"
     return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
