@@ -125,6 +125,17 @@ def test_parts_of_other_results_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["fim", "fim.1.safetensors", "fim.safetensors"]
 
 
+@pytest.mark.parametrize("size", ["600B", "5GB"])
+def test_the_index_of_a_model_stays(size: str, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    text = json.dumps({"metadata": {"total_size": 4}, "weight_map": {"weight": "model-00001-of-00002.safetensors"}})
+    index.write_text(text)
+    with pytest.raises(FileExistsError, match="is the index of a model's weights; name another file"):
+        diagonal().save(tmp_path / "model.safetensors", shard_size=size)
+    assert names(tmp_path) == [index.name]
+    assert index.read_text() == text
+
+
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     path, index = tmp_path / "fim.safetensors", tmp_path / "fim.safetensors.index.json"
     diagonal().save(path, shard_size="2KB")

@@ -87,6 +87,7 @@ def save_result(
     total, processes = sum(sizes.values()), _Divided() if divided else _Alone()
     groups = [names for names in by_size(sizes, min(limit, -(-total // processes.world))) if names]
     if not divided and len(groups) < 2:
+        _refuse_model(path)
         save_tensors(path, tensors, kind, metadata)
         index_of(path).unlink(missing_ok=True)
         remove_parts(path)
@@ -131,9 +132,20 @@ def _bytes(tensors: Mapping[str, Tensor], name: str) -> int:
 def _free_stem(path: Path, size: int) -> str:
     """Return a beginning of names that no file has: those of the result that is replaced stay until the end."""
     check_destination(path, size)
+    _refuse_model(path)
     name = path.name.removesuffix(".safetensors")
     stems = (name if not i else f"{name}.{i}" for i in count())
     return next(stem for stem in stems if not list(path.parent.glob(f"{escape(stem)}-*-of-*.safetensors")))
+
+
+def _refuse_model(path: Path) -> None:
+    """Raise an error if the index of this name, which would be replaced, is that of a model's weights."""
+    head: Any = {"format": FORMAT}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        values = json.loads(index_of(path).read_text(encoding="utf-8"))
+        head = dict(values["metadata"] if values["weight_map"] else head)
+    if head.get("format") != FORMAT:
+        raise FileExistsError(f"{index_of(path)} is the index of a model's weights; name another file to write to.")
 
 
 def _write_part(files: list[Path], tensors: dict[str, Tensor], part: dict[str, str]) -> None:
