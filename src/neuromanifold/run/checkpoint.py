@@ -34,7 +34,7 @@ from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
-from neuromanifold.persample.accumulate import GradientSums, SharedSums, StatefulSums
+from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, SharedSums, StatefulSums
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
@@ -210,7 +210,7 @@ def identity_of(method: Method, sums: GradientSums, shard: tuple[int, int], most
     return {
         "format of the file": _FORMAT,
         "result": type(sums).__name__,
-        "error_bars": getattr(sums, "kept", None),
+        "error_bars": sums.fourth_powers if isinstance(sums, DiagonalSums) else None,
         "neuromanifold": __version__,
         "torch": str(torch.__version__),
         "device": device,
