@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import neuromanifold as nm
+from neuromanifold.results import sharded
 from neuromanifold.results.files import LazyTensors
 from tests.cli.commands import bad, good
 
@@ -65,6 +66,20 @@ def test_files_and_their_index(tmp_path: Path) -> None:
     assert (tmp_path / "small.safetensors").is_file()
     with pytest.raises(ValueError, match="`shard_size` must be a size such as 5GB or 500MB, got 'much'"):
         fim.save(path, shard_size="much")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_ends_a_save_leaves_no_parts(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    fim = diagonal()
+    monkeypatch.setattr(sharded, "_write_index", fails)
+    with pytest.raises(error):
+        fim.save(tmp_path / "fim.safetensors", shard_size=500)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_computed_from_them_waits(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def save_result(
         where = {name: files[i].name for i, names in enumerate(groups) for name in names}
         index = {"metadata": {"total_size": total, **head}, "weight_map": where}
         processes.do(lambda: None if processes.rank else _write_index(path, index, files))
-    except Exception:
+    except BaseException:  # Ctrl-C, too
         with suppress(Exception):
             named = load_index(path)[1].values() if index_of(path).is_file() else ()
             for file in set(files[processes.rank :: processes.world]) - set(named):
