@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from neuromanifold.estimators import NoiseFactors
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.accumulate.small import SmallSums
 from neuromanifold.persample.gradients import Product, forms, rank_one
@@ -22,12 +23,13 @@ def truth(values: list[Tensor], scale: float, power: int) -> Tensor:
 def test_the_last_error_bars_take_the_memory_of_their_sums():
     parameter = torch.zeros(300, 40)
     sums = DiagonalSums([parameter], fourth_powers=True)
-    sums.add_samples(0, Product(noise(5, 1, 300), noise(5, 1, 40)), Pass(1.0, 0.5, 0.5))
-    (kept,) = sums._fourths
-    (before,) = sums.noise()
+    sums.add_samples(0, Product(noise(5, 1, 300), noise(5, 1, 40)), Pass(noise_factors=NoiseFactors(sample=0.5)))
+    kept = sums._fourths[0].sums
+    assert kept is not None
+    (before,) = sums.standard_errors()
     assert before.data_ptr() != kept.data_ptr()
-    (again,) = sums.noise()
-    (last,) = sums.noise(last=True)
+    (again,) = sums.standard_errors()
+    (last,) = sums.standard_errors(last=True)
     assert last.data_ptr() == kept.data_ptr()
     assert torch.equal(before, again)
     assert torch.equal(before, last)
@@ -64,13 +66,12 @@ def test_sums_are_float32_whatever_torch_makes_by_default(dtype):
 @pytest.mark.parametrize("later", [2.0**-10, 2.0**-35, 2.0**-45])
 def test_what_was_captured_without_a_unit_is_not_lost(later):
     """Gradients may come for the first time while a CUDA graph is captured, and be far smaller in the next batch."""
-    sums, one = DiagonalSums([torch.zeros(4)], fourth_powers=True), Pass(1.0, 1.0, 1.0)
-    sums.may_synchronize = False
-    sums.add([torch.ones(4)], one)
-    sums.may_synchronize = True
+    sums, one = DiagonalSums([torch.zeros(4)], fourth_powers=True), Pass(noise_factors=NoiseFactors(batch=1.0))
+    with sums.without_synchronization():
+        sums.add([torch.ones(4)], one)
     sums.synchronize()
     sums.add([torch.full((4,), later)], one)
-    torch.testing.assert_close(sums.noise()[0], torch.ones(4), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums.standard_errors()[0], torch.ones(4), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", [True, "rows"])
@@ -86,9 +87,9 @@ def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkey
     for rounded in (False, True):
         monkeypatch.setattr(rank_one, "_stays", lambda *_, rounded=rounded: rounded)
         sums = DiagonalSums([parameter], kind)
-        sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(scale=4.0, sample_noise=1.0))
+        sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(4.0, NoiseFactors(sample=1.0)))
         expected = truth[1].sum(0) if kind == "rows" else truth[1].square().sum(0)
-        found = sums.squares[0], sums.noise()[0].square()
+        found = sums.squares[0], sums.standard_errors()[0].square()
         for one, true, limit in zip(found, (truth[0], expected), limits, strict=True):
             error = float((one - true).norm() / true.norm())
             assert error < limit
@@ -117,7 +118,7 @@ def test_squares_of_tokens_make_no_copy_of_the_cotangents_of_a_large_vocabulary(
     tokens, vocabulary, width = 64, 2000, 64
     left, right = (noise(tokens, k).to(torch.bfloat16) for k in (vocabulary, width))
     sums, form = DiagonalSums([torch.zeros(vocabulary, width)], kind), Product(left[:, None], right[:, None])
-    sums.add_samples(0, form, Pass(sample_noise=1.0))  # sums are allocated
+    sums.add_samples(0, form, Pass(noise_factors=NoiseFactors(sample=1.0)))  # sums are allocated
     with Largest() as largest:
-        sums.add_samples(0, form, Pass(sample_noise=1.0))
+        sums.add_samples(0, form, Pass(noise_factors=NoiseFactors(sample=1.0)))
     assert 0 < largest.numbers <= 2 * 2**13 < tokens * vocabulary / 4

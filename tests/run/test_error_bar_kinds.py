@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
+from neuromanifold.estimators import NoiseFactors
 from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
@@ -82,13 +83,13 @@ def test_several_cotangents_of_one_position_and_whole_batches_count_as_well():
     right, expected = drawn(N, 1, IN), torch.zeros(OUT, dtype=torch.float64)
     for k in range(2):
         form = Product(drawn(N, 1, OUT, seed=k), right)
-        sums.add_samples(0, form, Pass(noise=1.0, sample_noise=0.5, more=True))
+        sums.add_samples(0, form, Pass(noise_factors=NoiseFactors(batch=1.0, sample=0.5), more=True))
         expected += 0.5 * rows_of(form)[1]
     sums.end_batch()
     whole = drawn(OUT, IN, seed=7)
-    sums.add([whole, drawn(OUT)], Pass(noise=0.25, scale=2.0))
+    sums.add([whole, drawn(OUT)], Pass(2.0, NoiseFactors(batch=0.25)))
     expected += 0.25 * (whole.double() / 2).square().sum(1).square()
-    noise = sums.noise()
+    noise = sums.standard_errors()
     torch.testing.assert_close(noise[0].double(), expected.sqrt(), rtol=1e-5, atol=0)
     assert [value.shape for value in noise] == [(OUT,), (OUT,)]
 

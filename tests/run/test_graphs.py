@@ -194,7 +194,7 @@ def test_replayed_logits_are_compared_with_the_models_own() -> None:
 
     def judged(logits: Tensor) -> bool:
         return captured._is_right(
-            _CapturedBatch(batch, Outputs(logits, None, None), None, 1, Tally([], [], 0), None, None)
+            _CapturedBatch(batch, Outputs(logits, None, None), None, 1, Tally([], []), None, None)
         )
 
     logits = model(X[:4]).detach()

@@ -208,9 +208,9 @@ class _BoundsRun(GramRun):
         for sums, provenance in zip(self._sums.values(), provenances.values(), strict=True):
             squares = sums.squares
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
-            noise = dict(zip(self.problem.parameters, sums.noise(), strict=True))
+            errors = dict(zip(self.problem.parameters, sums.standard_errors(), strict=True))
             entries = dict(zip(self.problem.parameters, total, strict=True))
-            found.append(DiagonalFisher(entries, noise, self.counts.samples, self.counts.positions, provenance))
+            found.append(DiagonalFisher(entries, errors, self.counts.samples, self.counts.positions, provenance))
         return Diagonals(*found)
 
     def norms(self) -> Actual:

@@ -1,7 +1,7 @@
 """Estimators: from a core to cotangents on the logits."""
 
 from neuromanifold.estimators.adaptive import Adaptive
-from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.base import Estimator, NoiseFactors
 from neuromanifold.estimators.envelopes import Lower, Upper
 from neuromanifold.estimators.exact import Exact
 from neuromanifold.estimators.hutchinson import Hutchinson
@@ -15,6 +15,7 @@ __all__ = [
     "Hutchinson",
     "Lower",
     "MonteCarlo",
+    "NoiseFactors",
     "SquaredBatchGradient",
     "Upper",
 ]

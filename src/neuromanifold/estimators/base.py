@@ -12,13 +12,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.kernels.values import Probe
+
+
+class NoiseFactors(NamedTuple):
+    """c with Var(g²) <= c E[g⁴] for g a gradient of one pass, of a whole batch, a sample or a token; 0: not random."""
+
+    batch: float = 0.0
+    sample: float = 0.0
+    token: float = 0.0
 
 
 class Estimator(ABC):

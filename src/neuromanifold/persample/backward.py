@@ -186,7 +186,7 @@ class PerSampleBackward:
                 self._late.logical_or_((g != 0).any().to(self._late.device))
             forms = use.forms(g, self.uses.samples, layout, tokens=by_token)
         if by_token:
-            made_by = made_by._replace(sample_noise=made_by.token_noise)
+            made_by = made_by.of_tokens
         for i, form in forms.items():
             uses = self.uses.counts[i]
             if uses == 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core import Core
-from neuromanifold.estimators import Estimator
+from neuromanifold.estimators import Estimator, NoiseFactors
 from neuromanifold.kernels.values import Probe
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.validation import Found, LateValidation, check_labels, distributions
@@ -18,14 +18,12 @@ _WORD, _HALF = 2**64 - 1, 2**32 - 1
 
 
 class Cotangent(NamedTuple):
-    """One cotangent, and c with Var(g²) <= c E[g⁴] for squares of whole batches, of samples, and of positions."""
+    """One cotangent of a batch, which has one backward pass."""
 
     values: Tensor  # [B, ..., C]
-    noise: float
-    sample_noise: float
+    noise_factors: NoiseFactors
     to_come: int  # how many cotangents of the batch are still to come, this one included
     passes: int = 1  # how many there are
-    token_noise: float = 0.0
     weights: Tensor | None = None  # [B] 1/π, for samples that were kept with probability π
 
 
@@ -40,9 +38,9 @@ def cotangents(
         return
     core, labels = distributions(outputs, validation, labels=estimator.needs_labels)
     try:
-        noise = _noise(core, outputs, estimator)
+        factors = _noise_factors(core, outputs, estimator)
         for i, rows in enumerate(estimator.cotangents(core, labels, generator)):
-            yield _cotangent(outputs.scatter(rows), noise, i)
+            yield Cotangent(outputs.scatter(rows), factors[i], len(factors) - i, len(factors))
     except (TypeError, ValueError) as error:
         raise ValueError(f"Batch {outputs.number} of `data`: {error}") from error
 
@@ -57,8 +55,9 @@ def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float) -> Iter
         roots = keep.to(one.values.device).rsqrt().to(one.values.dtype)
         values = one.values * roots.view(-1, *[1] * (one.values.ndim - 1))
         missed = (1 - mean_keep) * one.passes
-        noise, sample_noise = (mean_keep * c + missed for c in (one.noise, one.sample_noise))
-        yield one._replace(values=values, noise=noise, sample_noise=sample_noise, weights=1 / keep)
+        batch, sample, token = one.noise_factors
+        factors = NoiseFactors(mean_keep * batch + missed, mean_keep * sample + missed, token)
+        yield one._replace(values=values, noise_factors=factors, weights=1 / keep)
 
 
 def _fused(
@@ -66,22 +65,18 @@ def _fused(
 ) -> Iterator[Cotangent]:
     """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
     check_labels(core, outputs, wanted=False)
-    noise = _noise(core, outputs, estimator)
+    factors = _noise_factors(core, outputs, estimator)
     for i, (values, finite) in enumerate(probes):
         if i == 0:
             validation.check_later(Found(finite), outputs.number)
-        yield _cotangent(values, noise, i)
+        yield Cotangent(values, factors[i], len(factors) - i, len(factors))
 
 
-def _noise(core: Core, outputs: Outputs, estimator: Estimator) -> list[tuple[float, float, float]]:
-    """The constants of each pass, for squares of whole batches, of single samples, and of single positions."""
+def _noise_factors(core: Core, outputs: Outputs, estimator: Estimator) -> list[NoiseFactors]:
+    """Return those of each pass: only without positions, a sample has a single output distribution."""
     together, alone = estimator.pass_noise(core, alone=False), estimator.pass_noise(core, alone=True)
-    return list(zip(together, alone if outputs.logits.ndim == 2 else together, alone, strict=True))
-
-
-def _cotangent(values: Tensor, noise: list[tuple[float, float, float]], i: int) -> Cotangent:
-    whole, sample, token = noise[i]
-    return Cotangent(values, whole, sample, len(noise) - i, len(noise), token)
+    samples = alone if outputs.logits.ndim == 2 else together
+    return [NoiseFactors(*each) for each in zip(together, samples, alone, strict=True)]
 
 
 def by_position(cotangent: Tensor, valid: Tensor | None) -> Iterator[Tensor]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
-from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, SharedSums, StatefulSums
+from neuromanifold.persample.accumulate import GradientSums, SharedSums
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
@@ -43,7 +43,7 @@ from neuromanifold.run.processes import Processes
 from neuromanifold.run.settings import Checkpoint
 
 _SECONDS, _SHARE = 30.0, 1 / 20  # between two writes; of the time that may be spent on writing
-_FORMAT = 2  # of the state in a file
+_FORMAT = 3  # of the state in a file
 
 
 class _Part(NamedTuple):
@@ -77,7 +77,7 @@ class CheckpointedRun:
         """
         if not self.is_kept:
             return
-        assert isinstance(self._sums, StatefulSums)
+        assert isinstance(self._sums, SharedSums)
         self._identity = identity_of(self._method, self._sums, shard)
         self._identity["processes with data of their own"] = processes.world if own_data else None
         self.path = self._checkpoint.file(processes.rank)
@@ -102,7 +102,6 @@ class CheckpointedRun:
         self._obsolete = [path for path, *_ in found.values() if path != self.path]
         for k, (_, tensors, state, part) in enumerate(states):
             if k:
-                assert isinstance(self._sums, SharedSums)
                 self._sums.merge(tensors, state["sums"])
             else:
                 self._sums.set_state(tensors, state["sums"])
@@ -174,7 +173,7 @@ class CheckpointedRun:
 
     def _save(self) -> None:
         start = time.monotonic()
-        assert isinstance(self._sums, StatefulSums)
+        assert isinstance(self._sums, SharedSums)
         found, values = self._sums.state()
         tensors = {name: value.cpu() for name, value in found.items()}
         known = {"counts": self._counts.state(), "sums": values, "method": self._method.state()}
@@ -210,7 +209,7 @@ def identity_of(method: Method, sums: GradientSums, shard: tuple[int, int], most
     return {
         "format of the file": _FORMAT,
         "result": type(sums).__name__,
-        "error_bars": sums.fourth_powers if isinstance(sums, DiagonalSums) else None,
+        "error_bars": sums.fourth_powers,
         "neuromanifold": __version__,
         "torch": str(torch.__version__),
         "device": device,

@@ -166,12 +166,12 @@ def diagonal_of(
         )
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
-    noise = sums.noise(last=True) if kind or not random else []
+    errors = sums.standard_errors(last=True) if kind or not random else []
     noiseless = sums.noiseless
     provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
         dict(zip(problem.parameters, sums.squares, strict=True)),
-        dict(zip(problem.parameters, noise, strict=bool(noise))),
+        dict(zip(problem.parameters, errors, strict=bool(errors))),
         counts.samples,
         counts.positions,
         replace(provenance, error_bars=kind if random else True),
@@ -198,9 +198,9 @@ def _sharded_diagonal(
         counts = _run(problem, settings, sums, options, rtol, shards)
         names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
         squares = dict(zip(names, sums.squares, strict=True))
-        noise = dict(zip(names, sums.noise(), strict=True)) if error_bars or not random else {}
+        errors = dict(zip(names, sums.standard_errors(), strict=True)) if error_bars or not random else {}
     provenance = replace(provenance, weights=shards.fingerprint, error_bars=bool(error_bars) or not random)
-    return ShardedFisher(squares, noise, counts.samples, counts.positions, provenance, view)
+    return ShardedFisher(squares, errors, counts.samples, counts.positions, provenance, view)
 
 
 @torch.inference_mode(mode=False)
@@ -253,7 +253,7 @@ def fisher_trace(
             counts = _run(problem, settings, sums, options, rtol, shards)
         provenance = make_provenance(problem, settings, counts, options.shard)
     provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance
-    return TraceEstimate(*sums.total_and_noise(), counts.samples, provenance, view, counts.positions)
+    return TraceEstimate(*sums.total_and_standard_error(), counts.samples, provenance, view, counts.positions)
 
 
 def _estimator(estimator: Estimator | None, passes: float | None) -> Estimator:
@@ -282,8 +282,7 @@ def _run(
         _check_rtol(rtol, settings.estimator)
 
     def relative_error(counts: Counts, sums: Any) -> float | None:
-        has_error_bars = not isinstance(sums, DiagonalSums) or sums.fourth_powers
-        error = sums.relative_error() if random and has_error_bars else None
+        error = sums.relative_error() if random else None
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     accuracy = Accuracy(rtol, relative_error)

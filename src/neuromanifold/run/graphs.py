@@ -212,12 +212,12 @@ class CapturedSteps:
     @contextmanager
     def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Found]]:
         """Postpone what is read back now and then; whether outputs are finite is given out."""
-        sums.may_synchronize = False
-        try:
-            with self._method.without_synchronization(), self._method.validation.postponed() as found:
-                yield found
-        finally:
-            sums.may_synchronize = True
+        with (
+            sums.without_synchronization(),
+            self._method.without_synchronization(),
+            self._method.validation.postponed() as found,
+        ):
+            yield found
 
     def _watched(self, key: object, batch: Batch, sums: DiagonalSums) -> Outputs:
         """Run eagerly, without reading anything back; a model that waits for the device is not captured."""

@@ -17,7 +17,7 @@ from functools import partial
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
-from neuromanifold.persample.accumulate import DiagonalSums, GradientSums
+from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
@@ -51,8 +51,7 @@ def run(
     With several processes, counts and sums are those of all of them at the end.
     """
     options = options or LoopOptions()
-    tokens = isinstance(sums, DiagonalSums)  # others keep one gradient for each sample
-    method = method.again(settings) if method else make_method(problem, settings, tokens=tokens)
+    method = method.again(settings) if method else make_method(problem, settings, tokens=sums.takes_tokens)
     interrupts = Interrupts(options.checkpoint is not None or options.on_interrupt == "return")
     counts = Counts()
     with together(options.distributed is not False) as processes, problem.session():
@@ -154,8 +153,7 @@ class Steps:
 
     def _one(self, batch: Batch) -> Outputs:
         """Do the passes of a single batch, and return its outputs without their activations."""
-        if isinstance(self._sums, DiagonalSums):
-            self._sums.begin_batch(self._dealing.index(batch.number), self._method.problem.samples_of(batch))
+        self._sums.begin_batch(self._dealing.index(batch.number), self._method.problem.samples_of(batch))
         outputs = self._captured(batch) if self._captured else self._method(batch, self._sums)
         self._sums.synchronize()
         return outputs.detached()
@@ -174,5 +172,4 @@ class Steps:
         if index & (index - 1) == 0:
             core = problem.distributions(outputs, labels=False).core
             self._counts.add_noise_shares(self._method.settings.estimator.noise_shares(core))
-            if isinstance(self._sums, DiagonalSums):
-                self._sums.note_traces(outputs.per_sample(core.trace()))
+            self._sums.note_traces(outputs.per_sample(core.trace()))

@@ -159,7 +159,7 @@ class PerBatch(Method):
     def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
         for cotangent in drawn:
             gradients, scale = self._backward(outputs.logits, cotangent.values, keep_graph=cotangent.to_come > 1)
-            sums.add(gradients, Pass(scale, cotangent.noise))
+            sums.add(gradients, Pass(scale, cotangent.noise_factors))
             sums.end_pass()
             self.passes += 1
 
@@ -311,9 +311,8 @@ class PerSample(Method):
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._remaining_per_batch and remaining:
                 sums.add(gradients, made_by)
-            one_sample = made_by._replace(noise=made_by.sample_noise)
             for single in by_sample(values) if one_by_one else ():
-                sums.add(backward.remaining_gradients(logits, single, one_by_one), one_sample)
+                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_one_sample)
                 self.passes += 1
             sums.end_pass()
             self.passes += 1
@@ -324,8 +323,7 @@ class PerSample(Method):
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
-        noise = cotangent.noise, cotangent.sample_noise
-        return Pass(scale, *noise, independent, more, cotangent.token_noise, cotangent.weights)
+        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

@@ -209,16 +209,16 @@ def _eigenvalues(
     sums = EigenvalueSums(problem.parameters, bases, max_block, random and error_bars, alike)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
     counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"), method=method)
-    squares, noise = sums.diagonal.squares, sums.diagonal.noise(last=True)
+    squares, errors = sums.diagonal.squares, sums.diagonal.standard_errors(last=True)
     if random and not error_bars:
-        noise = [value.new_full((1, 1, 1), torch.nan) for value in noise]
+        errors = [value.new_full((1, 1, 1), torch.nan) for value in errors]
     corrected = [
         replace(
             block,
             left=bases[i].left,
             right=bases[i].right,
             eigenvalues=squares[i].view(block.eigenvalues.shape),
-            stderr=noise[i].reshape(block.eigenvalues.shape if error_bars or not random else (1, 1, 1)),
+            stderr=errors[i].reshape(block.eigenvalues.shape if error_bars or not random else (1, 1, 1)),
         )
         for i, block in products.items()
     ]

@@ -10,10 +10,11 @@ KeptForms      the gradients themselves, as they come
 
 from __future__ import annotations
 
-from neuromanifold.persample.accumulate.base import GradientSums, Pass, SharedSums, StatefulSums, Tally
+from neuromanifold.persample.accumulate.base import GradientSums, Pass, SharedSums
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
 from neuromanifold.persample.accumulate.eigenvalues import Basis, EigenvalueSums
 from neuromanifold.persample.accumulate.factors import FactorSums, WeightSharing
+from neuromanifold.persample.accumulate.fourth_powers import Tally
 from neuromanifold.persample.accumulate.pairs import FactorShape
 from neuromanifold.persample.accumulate.rows import GradientRows, KeptForms
 from neuromanifold.persample.accumulate.trace import TraceSums
@@ -29,7 +30,6 @@ __all__ = [
     "KeptForms",
     "Pass",
     "SharedSums",
-    "StatefulSums",
     "Tally",
     "TraceSums",
     "WeightSharing",

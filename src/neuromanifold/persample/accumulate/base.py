@@ -1,50 +1,50 @@
-"""The interface of accumulators, which take the gradients of one backward pass after the other."""
+"""The interface of accumulators, which take the gradients of one backward pass after the other.
+
+for batch in data:
+    sums.begin_batch(index, samples)
+    for cotangent in batch:                                 one backward pass
+        sums.add_samples(i, form, made_by)                  per-sample gradients of each parameter with a rule
+        sums.add(gradients, made_by)                        of the others, summed over the batch or of single samples
+        sums.end_pass()
+    sums.end_batch()
+    sums.synchronize()                                      reads back from a GPU
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
+from neuromanifold.estimators import NoiseFactors
 from neuromanifold.persample.gradients import Form
 
 
 class Pass(NamedTuple):
-    """What an accumulator has to know of a backward pass: the scale of its gradients, and how noisy their squares are.
-
-    Noise is the constant c with Var(g²) <= c E[g⁴], which may be smaller for squares of single samples than for those
-    of batches, and for those of single positions; 0: nothing is random.
-    """
+    """What an accumulator has to know of a backward pass: the scale of its gradients, the noise of their squares."""
 
     scale: float = 1.0  # gradients are so many times too large
-    noise: float = 0.0  # c of the square of a whole batch's gradient
-    sample_noise: float = 0.0  # c of the square of a sample's
+    noise_factors: NoiseFactors = NoiseFactors()
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
-    token_noise: float = 0.0  # c of the square of a token's
     weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
 
+    @property
+    def of_one_sample(self) -> Pass:
+        """The same pass where the "batch" is a single sample."""
+        factors = self.noise_factors
+        return self._replace(noise_factors=factors._replace(batch=factors.sample))
 
-class Tally(NamedTuple):
-    """Numbers of samples: seen and with fourth powers taken, for each parameter; and those of the last batch."""
-
-    seen: list[int]
-    taken: list[int]
-    of_batch: int
-
-    def since(self, before: Tally) -> Tally:
-        """Return the counts that came after `before`."""
-        seen, taken = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], self[:2], strict=True))
-        return Tally(seen, taken, self.of_batch)
-
-    def plus(self, more: Tally) -> Tally:
-        """Return these counts and those of a further batch together."""
-        seen, taken = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(self[:2], more[:2], strict=True))
-        return Tally(seen, taken, more.of_batch)
+    @property
+    def of_tokens(self) -> Pass:
+        """The same pass where the "samples" are single tokens."""
+        factors = self.noise_factors
+        return self._replace(noise_factors=factors._replace(sample=factors.token))
 
 
 class TakesForms(Protocol):
@@ -67,42 +67,77 @@ class Reducer(Protocol):
         """Overwrite a tensor with its sum over all processes."""
 
 
-class GradientSums(TakesForms, Protocol):
+class GradientSums(ABC):
     """An accumulator: takes the gradients of one pass after the other, and keeps sums of them."""
 
+    takes_tokens: ClassVar[bool] = False
+    """Whether squares of single tokens are taken, too, where they are unbiased; else there is one gradient a sample."""
+
+    fourth_powers: bool | Literal["rows"] = False
+    """What fourth powers are kept of, for error bars: each entry, or the norm of each row of a weight."""
+
+    def begin_batch(self, index: int, samples: int) -> None:  # noqa: B027 (nothing to do for most)
+        """Decide what is kept of a batch: so many batches of the shard come before it, and it has so many samples."""
+
+    @abstractmethod
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        """Take the per-sample gradients of parameter number i; autograd must not be recording."""
+
+    @abstractmethod
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Take gradients summed over a batch, or those of one sample; None stands for zero."""
 
-    def end_batch(self) -> None:
+    def end_pass(self) -> None:  # noqa: B027
+        """End a pass: all of its gradients have been added."""
+
+    def end_batch(self) -> None:  # noqa: B027
         """End a batch: all of its passes have been added."""
 
-    def synchronize(self) -> None:
-        """Read back values from the device between batches, and decide what is kept of the next batch."""
+    def synchronize(self) -> None:  # noqa: B027
+        """Read back values from the device, between batches."""
+
+    def note_traces(self, traces: Tensor) -> None:  # noqa: B027
+        """Take the traces tr M of some samples' metrics, [n], which say how many samples contribute to F."""
 
 
-@runtime_checkable
-class StatefulSums(GradientSums, Protocol):
-    """Sums whose state can be written to a checkpoint between batches, as tensors and numbers, and restored."""
+class SharedSums(GradientSums):
+    """Sums with a state between batches, which checkpoints keep and several processes share."""
 
+    @abstractmethod
+    def empty(self) -> Self:
+        """Return an accumulator like this one, to which nothing has been added."""
+
+    @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all that the rest of a run depends on, as tensors and as values that JSON can hold."""
 
+    @abstractmethod
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned, in this process or in another."""
 
-
-@runtime_checkable
-class SharedSums(StatefulSums, Protocol):
-    """Sums that several processes can share, or take up from several checkpoints."""
-
-    def copy(self) -> SharedSums:
-        """Return the same sums, which go on by themselves."""
-
+    @abstractmethod
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Add what `state` returned for other batches."""
 
+    @abstractmethod
     def reduce(self, processes: Reducer) -> None:
         """Add up the sums of all processes: all of them then have the whole."""
+
+    def copy(self) -> Self:
+        """Return the same sums, which go on by themselves."""
+        copied = self.empty()
+        copied.set_state(*self.state())
+        return copied
+
+
+def part_of(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors of a state whose names begin with `name` and a dot, without that."""
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+
+
+def named(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors of a state under names that begin with `name` and a dot."""
+    return {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
 
 def read_back(numbers: Sequence[Tensor | None]) -> list[float]:

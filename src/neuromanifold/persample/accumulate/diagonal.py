@@ -1,339 +1,239 @@
-"""Accumulator for the diagonal: Σ g² of every entry, and Σ g⁴ for its standard error.
+"""Accumulator for the diagonal: Σ g² of every entry, and Σ c g⁴ for its standard error.
 
-Or, for error bars of rows, one number for each row of a weight: Σ R², with R = Σ_k g_k² over a row's entries.  If the
-squares of single entries have Var(g²) <= c E[g⁴], whatever the entry, then (1 - c) E[g⁴] <= E[g²]², and
-
-    (1 - c) E[R²] = (1 - c) Σ_kl E[g_k² g_l²] <= (Σ_k √((1 - c) E[g_k⁴]))² <= (Σ_k E[g_k²])² = E[R]²
-
-by Cauchy's inequality.  So Var R <= c E[R²]: the row's sum has the standard error √(c Σ R²), with its entries' own c.
+gradients of one parameter          Dense, small ─► SmallSums               squared with others at the end of the pass
+                                    Product, several passes ─► _products    l² summed over passes, times r² once a batch
+                                    all others ─► squares and FourthPowers  at once
+fourth powers                       of which batches: Thinning              in which units: Units
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import random
 from collections.abc import Sequence
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.persample.accumulate.base import Pass, Reducer, Tally, power_of_two_near, read_back, zero_sums
+from neuromanifold.kernels.values import PowerSums
+from neuromanifold.persample.accumulate.base import Pass, Reducer, SharedSums, named, part_of, read_back, zero_sums
+from neuromanifold.persample.accumulate.fourth_powers import FourthPowers, Tally, Units
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
+from neuromanifold.persample.accumulate.thinning import UNLIKE, Thinning
 from neuromanifold.persample.accumulate.whole import add_whole, root_mean_squares
-from neuromanifold.persample.gradients import Dense, Form, PowerSums, Product, SquaredProduct
-
-_ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
-_LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
-_EVEN = 0.5  # of the samples must contribute to F, or all fourth powers are taken
-_UNLIKE, _MANY = 4.0, 0.2  # where n v/F̂² is larger for so many entries of a parameter, all of its are taken
-_EARLY = 8  # batches in which gradients may become much larger than before
-_NUMBERS = (  # attributes that a checkpoint holds, under these names
-    *("_units", "_seen", "_taken", "_batches", "_samples", "_of_batch", "_takes", "_changes", "_carried", "_sparse"),
-)
+from neuromanifold.persample.gradients import Dense, Form, Product, SquaredProduct
 
 
-class DiagonalSums:
+class DiagonalSums(SharedSums):
     """Σ g² for each entry, and Σ c g⁴ for its error bar, in float32 or better whatever the model's precision.
 
-    Fourth powers of small numbers underflow, so they are kept in units of a power of two near the root mean square of
-    each parameter's first gradient; `noise` takes the unit out again.
-
-    Beside fourth powers, squares that are not random have sums of their own: intervals are about the rest.
+    Squares that are not random (c = 0) have sums of their own beside fourth powers: intervals are about the rest.
     """
+
+    takes_tokens: ClassVar[bool] = True
 
     def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool | Literal["rows"], alike: bool = True) -> None:
         """`fourth_powers`: of each entry, of the norms of a weight's rows, or none.
 
-        `alike`: batches have about the same noise, so that the fourth powers of some of them are enough.
+        `alike`: batches have about the same variance, so that the fourth powers of some of them are enough.
         """
-        count = len(parameters)
-        self._parameters = parameters
-        self.fourth_powers, self._keeps_fourths, self._alike = fourth_powers, bool(fourth_powers), alike
-        self._by_row = [fourth_powers == "rows" and parameter.ndim > 1 for parameter in parameters]
-        self._squares: list[Tensor | None] = [None] * count  # allocated when first needed, as .grad is
-        self._noiseless: list[Tensor | None] = [None] * count
-        self._fourths: list[Tensor | None] = [None] * count
-        self._units = [0.0] * count
-        self._small = SmallSums(apart=self._keeps_fourths)
+        self._parameters, self.fourth_powers, self._alike = parameters, fourth_powers, alike
+        self._squares: list[Tensor | None] = [None] * len(parameters)  # Σ g², allocated when first needed, as .grad is
+        self._noiseless: list[Tensor | None] = [None] * len(parameters)  # where c = 0
+        self._fourths = [FourthPowers(p, by_row=fourth_powers == "rows" and p.ndim > 1) for p in parameters]
+        self._small = SmallSums(apart=bool(fourth_powers))
         self._products: dict[int, SquaredProduct] = {}  # sums over the passes of a batch
-        self._sizes: dict[int, Tensor] = {}  # root mean squares, read back between batches
-        self._seen, self._taken = [0] * count, [0] * count  # samples; those whose fourth powers have been taken
-        self._batches = self._samples = self._of_batch = 0  # how many so far; samples; and those of the last batch
-        self._takes = True  # fourth powers of this batch, also where they cost much
-        self._elsewhere: set[int] = set()  # parameters whose first fourth powers another process or shard has
-        self._comes_later = False  # batches before this one are elsewhere
-        self._changes = 0  # of units
-        self._sparse = [False] * count  # parameters with many entries to which few samples contribute
-        self._carried = [0.0, 0.0, 0.0]  # Σ t, Σ t² and number of samples, t = tr M
-        self.may_synchronize = True
-        """Whether values on a GPU may be read: not while a CUDA graph is captured."""
+        self._units, self._thinning = Units(self._fourths), Thinning(len(parameters), alike)
 
+    @override
+    def empty(self) -> DiagonalSums:
+        return DiagonalSums(self._parameters, self.fourth_powers, self._alike)
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    @override
     def begin_batch(self, index: int, samples: int) -> None:
-        """Decide whether the fourth powers of a batch are taken where they cost much.
-
-        An error bar need not be as exact as the estimate: fourth powers are taken of the first samples, and then of one
-        of every four batches, chosen at random so that it does not correlate with the order of the data.  That follows
-        from the batch's number and size, so that processes which share a run take those that one process would; only
-        where few samples contribute to F (`note_traces`) each of them takes all of its own from then on.
-        """
-        group, place = divmod(index, _ONE_IN)
-        first = index * samples < _ALL_OF
-        self._takes = not self._alike or self._is_uneven or first or place == _chosen(group)
-        self._comes_later = index > 0 and not self._batches
+        self._thinning.begin_batch(index, samples)
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
         """Add (g/scale)² and its square; None is a parameter that the outputs do not depend on."""
-        used = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
+        used = {i: g for i, g in enumerate(gradients) if g is not None and g.numel()}
         if not used:
             return
-        values = [g for i in used if (g := gradients[i]) is not None]
-        if not self._keeps_fourths or not made_by.noise:
-            add_whole(values, [PowerSums(self._sums_for(i, made_by.noise), scale=made_by.scale) for i in used])
-            return
-        check = self._unit_check(values[0].device)
-        if check == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
-            for i, size in zip(used, read_back(root_mean_squares(values)), strict=True):
-                self._raise_unit(i, power_of_two_near(size / made_by.scale))
-        elif check == "later":
-            self._sizes.update(
-                (i, size / made_by.scale) for i, size in zip(used, root_mean_squares(values), strict=True)
-            )
-        add_whole(values, [self._accumulators(i, made_by.scale, made_by.noise) for i in used])
+        values, scale, c = list(used.values()), made_by.scale, made_by.noise_factors.batch
+        if takes := bool(self.fourth_powers and c):
+            self._units.measure(list(used), lambda: root_mean_squares(values), scale, values[0].device)
+        add_whole(values, [self._sums_for(i, scale, c, takes) for i in used])
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms; small parameters, and several passes, are added later."""
-        if not form.samples or not self._parameters[i].numel():
+        parameter, c = self._parameters[i], made_by.noise_factors.sample
+        if not form.samples or not parameter.numel():
             return
-        if isinstance(form, Dense) and form.values.numel() <= LIMIT and not self._by_row[i]:
-            noise = made_by.sample_noise if self._keeps_fourths else 0.0
-            self._small.add(i, form.values_for(self._parameters[i]), made_by.scale, noise)
-            return
-        if made_by.more and isinstance(form, Product) and form.single:
-            if i in self._products and not self._products[i].goes_on_with(form):
-                self._add_product(i, self._products.pop(i))  # x @ w has the cotangent on the right
-            if i not in self._products:
-                self._products[i] = SquaredProduct.of(form, promoted(self._parameters[i].dtype))
-            self._products[i].add_cotangents(form.left[:, 0], made_by.scale, made_by.sample_noise)
-            return
-        self._of_batch = form.samples
-        random = self._keeps_fourths and made_by.sample_noise > 0  # otherwise these samples have no noise to stand for
-        self._seen[i] += form.samples if random else 0
-        if self._comes_later and not self._taken[i]:
-            self._elsewhere.add(i)
-        first = not (self._taken[i] or i in self._elsewhere)
-        takes = self._takes or not form.fourths_are_costly or first or self._sparse[i]
-        if not (takes and random):
-            form.add_squares(PowerSums(self._sums_for(i, made_by.sample_noise), scale=made_by.scale))
-            return
-        self._taken[i] += form.samples
-        check = self._unit_check(form.device)
-        if check == "now" or (self.may_synchronize and not self._units[i]):
-            self._raise_unit(i, power_of_two_near(float(form.magnitude()) / made_by.scale))
-        elif check == "later":
-            self._sizes[i] = form.magnitude() / made_by.scale
-        form.add_squares(self._accumulators(i, made_by.scale, made_by.sample_noise))
+        if isinstance(form, Dense) and form.values.numel() <= LIMIT and not self._fourths[i].by_row:
+            self._small.add(i, form.values_for(parameter), made_by.scale, c if self.fourth_powers else 0.0)
+        elif made_by.more and isinstance(form, Product) and form.single:
+            self._add_cotangents(i, form, made_by.scale, c)
+        else:
+            self._add_form(i, form, made_by.scale, c)
 
-    def _accumulators(self, i: int, scale: float, weight: float) -> PowerSums:
-        """Return the tensors that the squares and fourth powers of a parameter are added to."""
-        kept, by_row = self._fourth_powers(i), self._by_row[i]
-        fourths, rows = (None, kept) if by_row else (kept, None)
-        return PowerSums(self._sums_for(i), fourths, self._units[i] or 1.0, weight, scale, rows)
+    def _add_cotangents(self, i: int, product: Product, scale: float, c: float) -> None:
+        """Add l² of one pass to those of the batch: Σ_passes (l ⊗ r)² = (Σ_passes l²) ⊗ r², as r are the inputs."""
+        if i in self._products and not self._products[i].goes_on_with(product):
+            self._add_product(i)  # x @ w has the cotangent on the right
+        if i not in self._products:
+            self._products[i] = SquaredProduct.of(product, promoted(self._parameters[i].dtype))
+        self._products[i].add_cotangents(product.left[:, 0], scale, c)
 
-    def _unit_check(self, device: torch.device) -> Literal["now", "later", "never"]:
-        """Whether to check if gradients have grown: in the first batches, then in number 16, 32, ...
+    @torch.no_grad()
+    def _add_product(self, i: int) -> None:
+        product = self._products.pop(i)
+        self._add_form(i, product, 1.0, float(product.random))
 
-        Reading a value back synchronizes a GPU: there all of them are read together, after the batch.
-        """
-        early, rare = self._batches < _EARLY, self._batches & (self._batches + 1) == 0
-        if not (self.may_synchronize and (early or rare)):
-            return "never"
-        return "later" if device.type == "cuda" else "now"
+    def _add_form(self, i: int, form: Form, scale: float, c: float) -> None:
+        """Square the gradients of all samples, and take their fourth powers if it is their turn."""
+        fourths, takes = self._fourths[i], False
+        if self.fourth_powers and c > 0:
+            takes = not form.fourths_are_costly or self._thinning.takes(i, first=not fourths.seen)
+            fourths.seen += form.samples
+        if takes:
+            fourths.taken += form.samples
+            self._units.measure([i], lambda: [form.magnitude()], scale, form.device)
+        form.add_squares(self._sums_for(i, scale, c, takes))
 
+    def _sums_for(self, i: int, scale: float, c: float, takes: bool) -> PowerSums:
+        """Return where the squares of a parameter are added, with fourth powers if these are taken."""
+        fourths = self._fourths[i]
+        sums = self._noiseless if self.fourth_powers and not c and not fourths.by_row else self._squares
+        squares = self._allocated(sums, i)
+        return fourths.with_squares(squares, scale, c) if takes else PowerSums(squares, scale=scale)
+
+    def _allocated(self, sums: list[Tensor | None], i: int) -> Tensor:
+        found = sums[i]
+        if found is None:
+            found = sums[i] = zero_sums(self._parameters[i])
+        return found
+
+    @override
+    def end_pass(self) -> None:
+        self._small.flush()
+
+    @override
+    def end_batch(self) -> None:
+        for i in list(self._products):
+            self._add_product(i)
+        self._small.flush()
+
+    @override
     def synchronize(self) -> None:
-        """Raise units, count the batch, and decide what is kept of the next one (the loop may know more of it)."""
-        for device in {size.device for size in self._sizes.values()}:
-            there = {i: size for i, size in self._sizes.items() if size.device == device}
-            for i, size in zip(there, read_back(list(there.values())), strict=True):
-                self._raise_unit(i, power_of_two_near(size))
-        self._sizes = {}
-        self._batches += 1
-        if self._alike and self._samples < _ALL_OF <= self._samples + self._of_batch:
-            self._find_sparse(self._samples + self._of_batch)
-        self._samples += self._of_batch
-        self.begin_batch(self._batches, self._of_batch)
+        self._units.end_batch()
+        if samples := self._thinning.end_batch():
+            pairs = zip(self._fourths, self._squares, strict=True)
+            shares = [None if sq is None else fourths.share_of_rare(sq, samples, UNLIKE) for fourths, sq in pairs]
+            self._thinning.note_rare(read_back(shares))
 
+    @override
     def note_traces(self, traces: Tensor) -> None:
-        """Take the traces of some samples' metrics, [n]: which share of the samples contributes to F and its noise.
+        self._thinning.note_traces(traces)
 
-        If it is small, as for confident predictions, most of an entry's variance may be in a batch whose fourth powers
-        would not have been taken, so that its error bar would be much too small.
-        """
-        total, squares = read_back([traces.double().sum(), traces.double().square().sum()])
-        self._carried = [a + b for a, b in zip(self._carried, (total, squares, len(traces)), strict=True)]
-        self._takes = self._takes or self._is_uneven
-
-    def _find_sparse(self, samples: int) -> None:
-        """Find parameters with many entries whose error bars would suffer if fourth powers were left out.
-
-        For n samples that contribute alike to an entry, n v/F̂² is about 2 after one pass, with v = (2/3) Σ g⁴; it is
-        twice that if half of them contribute, as after a ReLU.
-        """
-        shares: list[Tensor | None] = [None] * len(self._sparse)
-        for i, (square, fourth) in enumerate(zip(self._squares, self._fourths, strict=True)):
-            if square is not None and fourth is not None and self._units[i]:
-                scaled = self._of_rows(i, square) / self._units[i] ** 2
-                shares[i] = (samples * fourth > _UNLIKE * scaled.square()).sum() / (fourth > 0).sum().clamp(min=1)
-        self._sparse = [share > _MANY for share in read_back(shares)]
-        self._changes += any(self._sparse)  # a captured CUDA graph has left them out
-
-    @property
-    def _is_uneven(self) -> bool:
-        """Whether (Σ t)²/Σ t², the number of samples that contribute to F, is a small part of them."""
-        total, squares, samples = self._carried
-        return total**2 < _EVEN * samples * squares
+    # ---------------------------------------------------------------------------------------------- CUDA graphs
 
     @property
     def variant(self) -> tuple[object, ...]:
         """All but the shapes that decides which operations a batch takes: a captured CUDA graph fits one variant."""
-        return self._takes and self._keeps_fourths, self._changes, self._small.moves
+        taken = self._thinning.variant if self.fourth_powers else ()
+        return *taken, *(fourths.unit for fourths in self._fourths), self._small.moves
+
+    def without_synchronization(self) -> AbstractContextManager[None]:
+        """Read nothing back from a GPU inside, as in the capture of a CUDA graph."""
+        return self._units.without_synchronization()
 
     def tally(self) -> Tally:
         """Return how many samples have been counted so far."""
-        return Tally(list(self._seen), list(self._taken), self._of_batch)
+        return Tally([fourths.seen for fourths in self._fourths], [fourths.taken for fourths in self._fourths])
 
     def set_tally(self, tally: Tally) -> None:
         """Set the numbers of samples counted so far."""
-        self._seen, self._taken, self._of_batch = list(tally.seen), list(tally.taken), tally.of_batch
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all sums and counters, between batches."""
-        small, values = self._small.state()
-        tensors = {f"small.{name}": value for name, value in small.items()}
-        for kind, kept in self._sums.items():
-            tensors |= {f"{kind}.{i}": value for i, value in enumerate(kept) if value is not None}
-        return tensors, {"small": values, **{name: getattr(self, name) for name in _NUMBERS}}
-
-    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore the sums and counters that `state` returned."""
-        devices = [parameter.device for parameter in self._parameters]
-        small = {name.removeprefix("small."): value for name, value in tensors.items() if name.startswith("small.")}
-        self._small.set_state(small, values["small"], devices)
-        for kind, kept in self._sums.items():
-            found = (tensors.get(f"{kind}.{i}") for i in range(len(devices)))
-            kept[:] = [None if t is None else t.to(device, copy=True) for t, device in zip(found, devices, strict=True)]
-        for name in _NUMBERS:
-            setattr(self, name, values[name])
-
-    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Add the sums that `state` returned for other batches."""
-        other = DiagonalSums(self._parameters, self.fourth_powers, self._alike)
-        other.set_state(tensors, values)
-        for i, unit in enumerate(other._units):
-            largest = max(unit, self._units[i])
-            for sums in (self, other):
-                sums._change_unit(i, largest)
-            for squares, noise in ((other._squares[i], 1.0), (other._noiseless[i], 0.0)):
-                if squares is not None:
-                    self._sums_for(i, noise).add_(squares)
-            if (fourths := other._fourths[i]) is not None:
-                self._fourth_powers(i).add_(fourths)
-        self._small.merge(other._small)
-        self.set_tally(self.tally().plus(other.tally()))
-        self._batches += other._batches
-        self._samples += other._samples
-        self._carried = [a + b for a, b in zip(self._carried, other._carried, strict=True)]
-        self._sparse = [a or b for a, b in zip(self._sparse, other._sparse, strict=True)]
-
-    def reduce(self, processes: Reducer) -> None:
-        """Add up the sums of all processes, one parameter after the other, in place; small ones together."""
-        has = {kind: [i for i, value in enumerate(kept) if value is not None] for kind, kept in self._sums.items()}
-        numbers = {"seen": self._seen, "taken": self._taken, "units": self._units, "batches": self._batches}
-        of_all = processes.gather("sums", {**has, **numbers})
-        for i, units in enumerate(zip(*(one["units"] for one in of_all), strict=True)):
-            self._change_unit(i, max(units))
-        noiseless = functools.partial(self._sums_for, noise=0.0)
-        for kind, sums in (("squares", self._sums_for), ("noiseless", noiseless), ("fourths", self._fourth_powers)):
-            for i in sorted({i for one in of_all for i in one[kind]}):
-                processes.add(sums(i))
-        self._small.reduce(processes, self._parameters)
-        self._seen, self._taken = (list(map(sum, zip(*(o[k] for o in of_all), strict=True))) for k in ("seen", "taken"))
-        self._batches = sum(one["batches"] for one in of_all)
-
-    def copy(self) -> DiagonalSums:
-        """Return the same sums, which go on by themselves."""
-        copied = DiagonalSums(self._parameters, self.fourth_powers, self._alike)
-        copied.set_state(*self.state())
-        return copied
+        for fourths, seen, taken in zip(self._fourths, *tally, strict=True):
+            fourths.seen, fourths.taken = seen, taken
 
     def discard_batch(self) -> None:
         """Drop the gradients of a batch that was interrupted."""
         self._small.forget()
-        self._sizes, self._products = {}, {}
+        self._units.discard()
+        self._products = {}
 
-    def _raise_unit(self, i: int, unit: float) -> None:
-        """Take a larger unit if gradients have grown much, so that fourth powers do not overflow.
+    # ------------------------------------------------------------------------------------ checkpoints, processes
 
-        Fourth powers captured before there was a unit are in units of 1, and must stay in float32's range.
-        """
-        old = self._units[i]
-        if unit and not old and self._fourths[i] is not None:
-            unit = max(unit, _LEAST_AFTER_ONE)
-        if unit > 16 * old:
-            kept = self._fourths[i]
-            if kept is not None:
-                kept.mul_(((old or 1.0) / unit) ** 4)
-            self._units[i] = unit
-            self._changes += 1
+    @override
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        small, known = self._small.state()
+        tensors = named(small, "small")
+        for kind, sums in self._tensors().items():
+            tensors |= {f"{kind}.{i}": value for i, value in enumerate(sums) if value is not None}
+        values = {
+            "small": known,
+            "units": [fourths.unit for fourths in self._fourths],
+            "samples": self.tally()._asdict(),
+            "thinning": self._thinning.state(),
+            "batches": self._units.batches,
+        }
+        return tensors, values
 
-    def _change_unit(self, i: int, unit: float) -> None:
-        """Express fourth powers in another unit."""
-        kept, old = self._fourths[i], self._units[i]
-        if kept is not None and unit != old:
-            kept.mul_(((old or 1.0) / (unit or 1.0)) ** 4)
-        self._units[i] = unit
+    @override
+    def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        devices = [parameter.device for parameter in self._parameters]
+        self._small.set_state(part_of(tensors, "small"), values["small"], devices)
+        parts = {kind: part_of(tensors, kind) for kind in self._tensors()}
+        for i, (fourths, device) in enumerate(zip(self._fourths, devices, strict=True)):
+            copies = {kind: part[f"{i}"].to(device, copy=True) for kind, part in parts.items() if f"{i}" in part}
+            self._squares[i], self._noiseless[i] = copies.get("squares"), copies.get("noiseless")
+            fourths.sums, fourths.unit = copies.get("fourths"), values["units"][i]
+        self.set_tally(Tally(**values["samples"]))
+        self._thinning.set_state(values["thinning"])
+        self._units.batches = values["batches"]
 
-    def _fourth_powers(self, i: int) -> Tensor:
-        kept = self._fourths[i]
-        if kept is None:
-            parameter = self._parameters[i]
-            kept = self._fourths[i] = zero_sums(parameter.flatten(1)[:, 0] if self._by_row[i] else parameter)
-        return kept
+    @override
+    def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        other = self.empty()
+        other.set_state(tensors, values)
+        for sums, more in ((self._squares, other._squares), (self._noiseless, other._noiseless)):
+            for i, squares in enumerate(more):
+                if squares is not None:
+                    self._allocated(sums, i).add_(squares)
+        for fourths, others in zip(self._fourths, other._fourths, strict=True):
+            fourths.merge(others)
+        self._small.merge(other._small)
+        self._thinning.merge(other._thinning)
+        self._units.batches += other._units.batches
 
-    def _of_rows(self, i: int, square: Tensor) -> Tensor:
-        """The sums of a weight's rows where these have the error bars."""
-        return square.flatten(1).sum(1) if self._by_row[i] else square
+    @override
+    def reduce(self, processes: Reducer) -> None:
+        """Add up the sums of all processes, one parameter after the other, in place; small ones together."""
+        has = {kind: [i for i, v in enumerate(sums) if v is not None] for kind, sums in self._tensors().items()}
+        units = [fourths.unit for fourths in self._fourths]
+        of_all = processes.gather("sums", {**has, "units": units, "samples": self.tally()})
+        held = {kind: sorted({i for one in of_all for i in one[kind]}) for kind in has}
+        for kind, sums in (("squares", self._squares), ("noiseless", self._noiseless)):
+            for i in held[kind]:
+                processes.add(self._allocated(sums, i))
+        for i, fourths in enumerate(self._fourths):
+            fourths.convert(max(one["units"][i] for one in of_all))
+            if i in held["fourths"]:
+                fourths.reduce(processes)
+        self._small.reduce(processes, self._parameters)
+        self.set_tally(functools.reduce(Tally.plus, (Tally(*one["samples"]) for one in of_all)))
 
-    def _sums_for(self, i: int, noise: float = 1.0) -> Tensor:
-        """Return the sums for a parameter's squares: apart where nothing is random (c = 0).  They begin as zeros."""
-        apart = self._keeps_fourths and not noise and not self._by_row[i]
-        sums = self._noiseless if apart else self._squares
-        kept = sums[i]
-        if kept is None:
-            kept = sums[i] = zero_sums(self._parameters[i])
-        return kept
+    def _tensors(self) -> dict[str, list[Tensor | None]]:
+        """The sums of each parameter, by the name that a checkpoint has for them."""
+        fourths = [fourths.sums for fourths in self._fourths]
+        return {"squares": self._squares, "noiseless": self._noiseless, "fourths": fourths}
 
-    @property
-    def _sums(self) -> dict[str, list[Tensor | None]]:
-        return {"squares": self._squares, "noiseless": self._noiseless, "fourths": self._fourths}
-
-    def end_pass(self) -> None:
-        """Square the gradients of small parameters, all together."""
-        self._small.flush()
-
-    def end_batch(self) -> None:
-        """Add the products that were summed over the passes of this batch, and square small parameters."""
-        products, self._products = self._products, {}
-        for i, product in products.items():
-            self._add_product(i, product)
-        self._small.flush()
-
-    @torch.no_grad()
-    def _add_product(self, i: int, product: SquaredProduct) -> None:
-        self.add_samples(i, product, Pass(sample_noise=float(product.random)))
+    # -------------------------------------------------------------------------------------------------- results
 
     @property
     def squares(self) -> list[Tensor]:
@@ -347,54 +247,32 @@ class DiagonalSums:
         """The part of Σ g² in which nothing is random, of each parameter; none if the rest is not random either."""
         small = self._small.noiseless()
         found = [_added(one, small.get(i)) for i, one in enumerate(self._noiseless)]
-        random = self._small.fourths() or any(fourth is not None for fourth in self._fourths)
+        random = self._small.fourths() or any(fourths.sums is not None for fourths in self._fourths)
         if not random or all(part is None for part in found):
             return []
         zeros = (zero_sums(p.new_empty(())).expand(p.shape) for p in self._parameters)
         return [zero if part is None else part for part, zero in zip(found, zeros, strict=True)]
 
-    def relative_error(self) -> float | None:
-        """Return Σ stderr / Σ F so far; None while F is zero."""
-        total = sum(float(square.double().sum()) for square in self.squares)
-        return sum(float(value.double().sum()) for value in self.noise()) / total if total else None
-
-    def noise(self, *, last: bool = False) -> list[Tensor]:
-        """Return √(Σ c g⁴), the standard error of each Σ g² (or of each row's); a single zero, expanded, without noise.
-
-        An entry may have no fourth power at all, because only batches contribute to it whose fourth powers were not
-        taken.  Then it gets the standard error √(2/3) Σ g² that it would have if Σ g² were a single square.  So do all
-        entries of a parameter of which no fourth power was taken.
+    def standard_errors(self, *, last: bool = False) -> list[Tensor]:
+        """Return √(Σ c g⁴), the standard error of each Σ g² (or of each row's); a single zero, expanded, if c = 0.
 
         `last`: these sums are not used any more, so their memory may be overwritten.
         """
         small, found = self._small.fourths(), []
-        for i, (parameter, fourth) in enumerate(zip(self._parameters, self._fourths, strict=True)):
-            zeros = zero_sums(parameter.new_empty(()))
-            square, shape = self._squares[i], parameter.shape[:1] if self._by_row[i] else parameter.shape
-            square = None if square is None else self._of_rows(i, square)
-            missed = None if fourth is not None or not self._seen[i] or square is None else square * math.sqrt(2 / 3)
-            unit, stands_for = self._units[i] or 1.0, self._seen[i] / self._taken[i] if self._taken[i] else 1.0
+        for i, (parameter, fourths) in enumerate(zip(self._parameters, self._fourths, strict=True)):
+            error, zero = fourths.standard_error(self._squares[i], last=last), zero_sums(parameter.new_empty(()))
             if i in small:
-                total = small[i] if fourth is None else small[i] + fourth.double() * (stands_for * unit**4)
-                root = total.sqrt().to(zeros.dtype)
-                found.append(root if missed is None else root.hypot(missed))
-            elif fourth is not None:
-                root = fourth.sqrt_() if last else fourth.sqrt()
-                root.mul_(math.sqrt(stands_for) * unit**2)
-                if stands_for > 1 and square is not None and bool(root.any()):
-                    root.add_((root == 0) * square, alpha=math.sqrt(2 / 3))
-                found.append(root)
-            else:
-                found.append(zeros.expand(shape) if missed is None else missed)
+                root = small[i].sqrt().to(zero.dtype)
+                error = root if error is None else root.hypot(error)
+            found.append(zero.expand(fourths.shape) if error is None else error)
         return found
+
+    def relative_error(self) -> float | None:
+        """Return Σ stderr / Σ F so far; None while F is zero, or without fourth powers."""
+        total = sum(float(square.double().sum()) for square in self.squares) if self.fourth_powers else 0.0
+        return sum(float(error.double().sum()) for error in self.standard_errors()) / total if total else None
 
 
 def _added(*parts: Tensor | None) -> Tensor | None:
     """The sum of those that there are."""
     return functools.reduce(lambda a, b: b if a is None else a if b is None else a + b, parts)
-
-
-@functools.lru_cache(maxsize=16)
-def _chosen(group: int) -> int:
-    """Return which batch of a group has its fourth powers taken."""
-    return random.Random(group).randrange(_ONE_IN)

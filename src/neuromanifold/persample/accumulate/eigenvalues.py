@@ -6,7 +6,7 @@ the product of the rotated factors Uᵀl and Vᵀr: the squares of a sample's gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from typing_extensions import override
 from neuromanifold.core.checks import message
 from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
-from neuromanifold.persample.accumulate.pairs import FactorShape, PairedForms, refuse_late
-from neuromanifold.persample.accumulate.remainder import RemainderSums
+from neuromanifold.persample.accumulate.pairs import FactorShape, KroneckerSums
 from neuromanifold.persample.gradients import Form, PowerSums, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
 from neuromanifold.problem.fingerprint import fingerprint
@@ -72,7 +71,7 @@ class Rotated(Form):
         return _product(self.basis, _turn_left(product, self.basis), _turn_right(product, self.basis))
 
 
-class EigenvalueSums:
+class EigenvalueSums(KroneckerSums):
     """Σ_n (Uᵀ G_n V)² of all layers with their error bars, and blocks or diagonals of the other parameters."""
 
     def __init__(
@@ -84,73 +83,44 @@ class EigenvalueSums:
         alike: bool = True,
     ) -> None:
         """`bases`: by the number of the weight; other arguments as for `DiagonalSums`."""
-        self._names = list(parameters)
         self._bases, self._arguments = bases, (parameters, bases, max_block, fourth_powers, alike)
         shapes = {i: basis.shape for i, basis in bases.items()}
-        self._shapes = shapes
-        self._pairs = PairedForms({i: shape.bias for i, shape in shapes.items() if shape.bias is not None})
+        pairs = {i: shape.bias for i, shape in shapes.items() if shape.bias is not None}
         like = [
             p.new_empty(()).expand(shapes[i].shape if i in shapes else p.shape)
             for i, p in enumerate(parameters.values())
         ]
-        self.diagonal = DiagonalSums(like, fourth_powers, alike)
-        self.remainder = RemainderSums(list(parameters.values()), max_block, self.diagonal)
+        super().__init__(parameters, pairs, shapes, max_block, DiagonalSums(like, fourth_powers, alike))
         self._rotated: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         """Inputs of a batch, before and after, by their place in memory and their basis: layers may share both."""
 
-    @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Take the gradients of parameters without a rule, summed over a batch or of one sample."""
-        refuse_late([i for i, g in enumerate(gradients) if g is not None], self._shapes, self._names)
-        self.remainder.add(gradients, made_by)
-
-    @torch.no_grad()
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Take the per-sample gradients of parameter number i."""
-        if form.samples:
-            for weight, one, bias, by in self._pairs.given(i, form, made_by):
-                self._add(weight, one, bias, by)
-
-    @torch.no_grad()
-    def end_pass(self) -> None:
-        """Take what has come without a partner."""
-        for number, form, *_ in self._pairs.left():
-            raise _other(self._names[number], f"a {type(form).__name__} without its weight or bias")
-        self.diagonal.end_pass()
-
+    @override
     def end_batch(self) -> None:
-        """End a batch: the next one has other inputs."""
-        self._rotated = {}
-        self.diagonal.end_batch()
+        self._rotated = {}  # the next batch has other inputs
+        super().end_batch()
 
-    def synchronize(self) -> None:
-        """Do what the sums of squares do between batches."""
-        self.diagonal.synchronize()
+    @override
+    def empty(self) -> EigenvalueSums:
+        return EigenvalueSums(*self._arguments)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all sums, and a fingerprint of the basis that they are in."""
         tensors, values = self.remainder.state()
         return tensors, {**values, "basis": self._fingerprint()}
 
+    @override
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore what `state` returned, if it is in the same basis."""
         self._check_basis(values["basis"])
         self.remainder.set_state(tensors, values)
 
+    @override
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Add what `state` returned for other batches, in the same basis."""
         self._check_basis(values["basis"])
         self.remainder.merge(tensors, values)
 
+    @override
     def reduce(self, processes: Reducer) -> None:
-        """Add up the sums of all processes."""
         self.remainder.reduce(processes)
-
-    def copy(self) -> EigenvalueSums:
-        """Return the same sums, which go on by themselves."""
-        copied = EigenvalueSums(*self._arguments)
-        copied.set_state(*self.state())
-        return copied
 
     def _check_basis(self, theirs: str) -> None:
         if theirs != self._fingerprint():
@@ -161,6 +131,11 @@ class EigenvalueSums:
         sides = [(f"{i}", [side for side in basis[1:] if side is not None]) for i, basis in self._bases.items()]
         return fingerprint(*sides, most=2**12)
 
+    @override
+    def _add_alone(self, i: int, form: Form, bias: None, made_by: Pass) -> None:
+        raise _other(self._names[i], f"a {type(form).__name__} without its weight or bias")
+
+    @override
     def _add(self, i: int, form: Form, bias: Form | None, made_by: Pass) -> None:
         basis = self._bases.get(i)
         if basis is None:

@@ -8,25 +8,18 @@ all others ─► RemainderSums
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core.checks import message, promoted
-from neuromanifold.persample.accumulate.base import Pass, Reducer
+from neuromanifold.persample.accumulate.base import Pass, Reducer, named
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
-from neuromanifold.persample.accumulate.pairs import (
-    FactorShape,
-    PairedForms,
-    changed,
-    is_sum_of,
-    refuse_late,
-    shape_of_factors,
-)
-from neuromanifold.persample.accumulate.remainder import RemainderSums
+from neuromanifold.persample.accumulate.pairs import FactorShape, KroneckerSums, changed, is_sum_of, shape_of_factors
 from neuromanifold.persample.gradients import Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
 
@@ -49,7 +42,7 @@ def add_gram(to: Tensor, rows: Tensor) -> None:
     to[half:, :half].addmm_(rows[:, half:].mT, rows[:, :half])
 
 
-class FactorSums:
+class FactorSums(KroneckerSums):
     """Sums of the factors of all layers, and blocks or diagonals of the other parameters.
 
     With weight sharing "expand", each position counts as a sample of its own: F ≈ L ⊗ R/Σ_n T_n.  With "reduce" its
@@ -66,16 +59,12 @@ class FactorSums:
         max_side: int,
     ) -> None:
         """`max_side`: a side with more features than that has a diagonal factor."""
-        self._names, self._parameters = list(parameters), list(parameters.values())
+        super().__init__(parameters, pairs, {}, max_block, DiagonalSums(list(parameters.values()), fourth_powers=False))
         self._sharing, self._max_side = sharing, max_side
         self._arguments = parameters, pairs, sharing, max_block, max_side
-        self._pairs = PairedForms(pairs)
         self._candidates = pairs
-        self.shapes: dict[int, FactorShape] = {}
         self._factors: dict[str, Tensor] = {}  # [G, d, d], lower triangles, or [G, d]; f"{weight}.left", ".right", ...
         self.terms: dict[str, float | Tensor] = {}  # what the product of two factors is divided by
-        self.diagonal = DiagonalSums(self._parameters, fourth_powers=False)
-        self.remainder = RemainderSums(self._parameters, max_block, self.diagonal)
         self._inputs: dict[int, Tensor] = {}  # of the first pass of a batch
         self._first: dict[int, bool] = {}
         self._shared: dict[tuple[Any, ...], tuple[list[str], Tensor, Tensor | None]] = {}
@@ -96,66 +85,37 @@ class FactorSums:
             if bool(wrong):
                 raise changed(self._names[i], "a bias whose gradient is not that of the weight's outputs")
 
-    @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Take the gradients of parameters without a rule, summed over a batch or of one sample."""
-        refuse_late([i for i, g in enumerate(gradients) if g is not None], self.shapes, self._names)
-        self.remainder.add(gradients, made_by)
-
-    @torch.no_grad()
-    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Take the per-sample gradients of parameter number i."""
-        if form.samples:
-            for pair in self._pairs.given(i, form, made_by):
-                self._add(*pair)
-
-    @torch.no_grad()
-    def end_pass(self) -> None:
-        """Take what has come without a partner."""
-        joint = {
-            number for shape in self.shapes.values() if shape.bias is not None for number in (shape.weight, shape.bias)
-        }
-        for pair in self._pairs.left():
-            if pair[0] in joint:
-                raise changed(self._names[pair[0]], "a weight without its bias, or the other way round")
-            self._add(*pair)
-        self.diagonal.end_pass()
-
+    @override
     @torch.no_grad()
     def end_batch(self) -> None:
-        """End a batch: the next pass has other inputs."""
         self._add_shared()
-        self._inputs, self._first = {}, {}
+        self._inputs, self._first = {}, {}  # the next pass has other inputs
         self._batches += 1
-        self.diagonal.end_batch()
+        super().end_batch()
 
-    def synchronize(self) -> None:
-        """Do what the sums of squares do between batches."""
-        self.diagonal.synchronize()
+    @override
+    def empty(self) -> FactorSums:
+        return FactorSums(*self._arguments)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all factors, blocks and squares, and how they were decided."""
         tensors, values = self.remainder.state()
-        tensors |= {f"factor.{name}": value.clone() for name, value in self._factors.items()}  # some have one in common
-        tensors |= {f"terms.{name}": torch.as_tensor(v, dtype=torch.float64) for name, v in self.terms.items()}
+        tensors |= named(
+            {name: value.clone() for name, value in self._factors.items()}, "factor"
+        )  # some have one in common
+        tensors |= named({n: torch.as_tensor(v, dtype=torch.float64) for n, v in self.terms.items()}, "terms")
         return tensors, {**values, "shapes": [asdict(shape) for shape in self.shapes.values()]}
 
+    @override
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
         self._factors, self.terms, self.shapes = {}, {}, {}
         self.remainder.set_state(tensors, values)
         self._take(tensors, values["shapes"])
 
+    @override
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Add what `state` returned for other batches."""
         self.remainder.merge(tensors, values)
         self._take(tensors, values["shapes"])
-
-    def copy(self) -> FactorSums:
-        """Return the same sums, which go on by themselves."""
-        copied = FactorSums(*self._arguments)
-        copied.set_state(*self.state())
-        return copied
 
     def reduce(self, processes: Reducer) -> None:
         """Add up the sums of all processes; factors that layers have in common everywhere once."""
@@ -207,6 +167,13 @@ class FactorSums:
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    @override
+    def _add_alone(self, i: int, form: Form, bias: None, made_by: Pass) -> None:
+        if any(shape.bias is not None and i in (shape.weight, shape.bias) for shape in self.shapes.values()):
+            raise changed(self._names[i], "a weight without its bias, or the other way round")
+        self._add(i, form, bias, made_by)
+
+    @override
     def _add(self, i: int, form: Form, bias: Form | None, made_by: Pass) -> None:
         if i not in self.shapes and i not in self.remainder.numbers:
             self._decide(i, form, bias)

@@ -1,15 +1,22 @@
-"""How gradients of a weight, perhaps with its bias, are read as matrices with two Kronecker factors."""
+"""How gradients of a weight, perhaps with its bias, are read as matrices with two Kronecker factors.
+
+Both come one after the other in a pass, so that the first is held until the second is there (`PairedForms`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.core.checks import message, promoted
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.base import Pass, SharedSums
+from neuromanifold.persample.accumulate.diagonal import DiagonalSums
+from neuromanifold.persample.accumulate.remainder import RemainderSums
 from neuromanifold.persample.gradients import Form, Rows
 from neuromanifold.persample.gradients.totals import Tied
 
@@ -66,6 +73,70 @@ class PairedForms:
             yield i, form, None, made_by
 
 
+class KroneckerSums(SharedSums):
+    """What accumulators for layers with Kronecker factors share: pairs of weight and bias, and all other parameters."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        pairs: dict[int, int],
+        shapes: dict[int, FactorShape],
+        max_block: int,
+        diagonal: DiagonalSums,
+    ) -> None:
+        """`diagonal`: has squares of all that gets neither factors nor a block of at most `max_block` rows."""
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._pairs, self.shapes = PairedForms(pairs), shapes
+        self.diagonal, self.fourth_powers = diagonal, diagonal.fourth_powers
+        self.remainder = RemainderSums(self._parameters, max_block, diagonal)
+
+    @override
+    def begin_batch(self, index: int, samples: int) -> None:
+        self.diagonal.begin_batch(index, samples)
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        """Take the gradients of parameters without a rule, summed over a batch or of one sample; none of a layer."""
+        layers = {n for shape in self.shapes.values() for n in (shape.weight, shape.bias)}
+        if late := [i for i, g in enumerate(gradients) if g is not None and i in layers]:
+            raise changed(self._names[late[0]], "a gradient that autograd has summed over the batch")
+        self.remainder.add(gradients, made_by)
+
+    @override
+    @torch.no_grad()
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        if form.samples:
+            for pair in self._pairs.given(i, form, made_by):
+                self._add(*pair)
+
+    @override
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        for pair in self._pairs.left():
+            self._add_alone(*pair)
+        self.diagonal.end_pass()
+
+    @override
+    def end_batch(self) -> None:
+        self.diagonal.end_batch()
+
+    @override
+    def synchronize(self) -> None:
+        self.diagonal.synchronize()
+
+    @override
+    def note_traces(self, traces: Tensor) -> None:
+        self.diagonal.note_traces(traces)
+
+    @abstractmethod
+    def _add(self, i: int, form: Form, bias: Form | None, made_by: Pass) -> None:
+        """Add the gradients of a weight, with those of its bias if they belong together, or of any other parameter."""
+
+    @abstractmethod
+    def _add_alone(self, i: int, form: Form, bias: None, made_by: Pass) -> None:
+        """Add gradients of a weight whose bias got none in this pass, or the other way round."""
+
+
 def shape_of_factors(i: int, j: int | None, form: Form, bias: Form | None) -> FactorShape | None:
     """Return how a weight's gradients are read as matrices, with the bias where it belongs to them; None: not at all.
 
@@ -100,13 +171,6 @@ def is_sum_of(bias: Tensor, outputs: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(outputs.to(bias.dtype).abs().sum(-2))
     found: Tensor = torch.linalg.vector_norm(bias - sums) <= _TOLERANCE * size
     return found
-
-
-def refuse_late(numbers: Sequence[int], shapes: dict[int, FactorShape], names: Sequence[str]) -> None:
-    """Raise if parameters that have factors are left to autograd in a later batch."""
-    taken = {n for shape in shapes.values() for n in (shape.weight, shape.bias) if n is not None}
-    if late := sorted(taken.intersection(numbers)):
-        raise changed(names[late[0]], "a gradient that autograd has summed over the batch")
 
 
 def changed(name: str, got: str) -> ValueError:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.persample.accumulate.base import Pass, Reducer
+from neuromanifold.persample.accumulate.base import Pass, Reducer, named, part_of
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
 from neuromanifold.persample.gradients import Form
 
@@ -64,19 +64,18 @@ class RemainderSums:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return all blocks and squares, and which parameters have come."""
         squares, values = self._diagonal.state()
-        tensors = {f"block.{i}": block for i, block in self.blocks.items()}
-        tensors |= {f"diagonal.{name}": value for name, value in squares.items()}
+        tensors = {f"block.{i}": block for i, block in self.blocks.items()} | named(squares, "diagonal")
         return tensors, {"diagonal": values, "others": sorted(self.numbers)}
 
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self._diagonal.set_state(_named("diagonal.", tensors), values["diagonal"])
+        self._diagonal.set_state(part_of(tensors, "diagonal"), values["diagonal"])
         self.blocks, self.numbers = {}, set(values["others"])
         self._add_blocks(tensors)
 
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Add what `state` returned for other batches."""
-        self._diagonal.merge(_named("diagonal.", tensors), values["diagonal"])
+        self._diagonal.merge(part_of(tensors, "diagonal"), values["diagonal"])
         self.numbers |= set(values["others"])
         self._add_blocks(tensors)
 
@@ -89,7 +88,7 @@ class RemainderSums:
         self._diagonal.reduce(processes)
 
     def _add_blocks(self, tensors: dict[str, Tensor]) -> None:
-        for i, value in _named("block.", tensors).items():
+        for i, value in part_of(tensors, "block").items():
             block = self.block_of(int(i))
             assert block is not None
             block += value.to(block.device)
@@ -99,7 +98,3 @@ class RemainderSums:
         rows, width = block.shape[:2]
         g = g.reshape(len(g), rows, width).transpose(0, 1) / made_by.scale  # [rows, n, w]
         block.baddbmm_(g.mT, g)
-
-
-def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

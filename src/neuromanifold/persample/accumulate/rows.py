@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate.base import GradientSums, Pass
 from neuromanifold.persample.gradients import Form
 
 
-class GradientRows:
+class GradientRows(GradientSums):
     """Passes the gradients of each backward pass on as rows [n, P]: of n samples, or of the whole batch (n = 1).
 
     Parameters without a per-sample rule have one gradient for each sample, one after the other.
@@ -66,9 +66,6 @@ class GradientRows:
     def end_batch(self) -> None:
         """Call `after_batch`, which may raise if rows take too much memory."""
         self._after_batch()
-
-    def synchronize(self) -> None:
-        """Do nothing: all rows have been passed on."""
 
 
 class KeptForms:

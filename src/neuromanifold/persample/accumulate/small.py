@@ -24,14 +24,14 @@ _PART = 2**18  # numbers that are raised to the fourth power at a time
 class _Entry(NamedTuple):
     values: Tensor  # [n, *shape]  the gradients of one parameter
     scale: float  # they are so many times too large
-    noise: float  # c with Var(g²) <= c E[g⁴]
+    noise_factor: float  # c with Var(g²) <= c E[g⁴]
     version: int | None  # of the values, which autograd may share with others
 
     def goes_with(self, other: _Entry) -> bool:
         """Whether both can be squared in one operation."""
         a, b = self.values, other.values
         same = a.shape[0] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
-        return same and (self.scale, self.noise) == (other.scale, other.noise)
+        return same and (self.scale, self.noise_factor) == (other.scale, other.noise_factor)
 
 
 @dataclass
@@ -58,9 +58,9 @@ class SmallSums:
         self.moves = 0
         """How often sums have moved to other memory, which invalidates captured CUDA graphs."""
 
-    def add(self, i: int, values: Tensor, scale: float, noise: float) -> None:
+    def add(self, i: int, values: Tensor, scale: float, noise_factor: float) -> None:
         """Take per-sample gradients of parameter number i, [n, *shape], until the next `flush`."""
-        entry = _Entry(values, scale, noise, None if values.is_inference() else values._version)
+        entry = _Entry(values, scale, noise_factor, None if values.is_inference() else values._version)
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
@@ -74,20 +74,20 @@ class SmallSums:
     @torch.no_grad()
     def _square(self, waiting: dict[int, _Entry]) -> None:
         columns, rows = [], []
-        for i, (values, scale, noise, version) in waiting.items():  # noqa: B007 (scale and noise are those of all)
+        for i, (values, scale, c, version) in waiting.items():  # noqa: B007 (scale and c are those of all)
             if version is not None and values._version != version:
                 text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
                 text += "in place on what it is given, which autograd shares. Let it return a new one."
                 raise RuntimeError(text)
             columns.append((i, values.shape[1:]))
             rows.append(values.reshape(values.shape[0], values.shape[1:].numel()))
-        line = self._line(tuple(columns), rows[0], bool(noise))
+        line = self._line(tuple(columns), rows[0], bool(c))
         values = torch.cat(rows, 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
         total = squares.sum(0)
         line.squares += total
-        if noise and line.fourths is not None:
-            line.fourths += _sum_of_squares(squares).mul_(noise)
+        if c and line.fourths is not None:
+            line.fourths += _sum_of_squares(squares).mul_(c)
         elif line.noiseless is not None:
             line.noiseless += total
 

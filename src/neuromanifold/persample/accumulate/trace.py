@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from neuromanifold.persample.accumulate.base import Pass, Reducer
+from neuromanifold.persample.accumulate.base import Pass, Reducer, SharedSums
 from neuromanifold.persample.gradients import Form
 
 
-class TraceSums:
+class TraceSums(SharedSums):
     """Σ ‖g‖² of each pass of each batch, and of single samples: no tensor of a parameter's size."""
 
     def __init__(self, noise_factor: float) -> None:
@@ -35,6 +36,10 @@ class TraceSums:
         used = [g.float() if g.dtype.itemsize < 4 else g for g in gradients if g is not None and g.numel()]
         norms = torch._foreach_norm(used) if used else []
         self._whole.extend(norm.double().square() / made_by.scale**2 for norm in norms)
+
+    @override
+    def empty(self) -> TraceSums:
+        return TraceSums(self._noise_factor)
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add ‖g_n/scale‖² of one parameter to the squared norm of sample n."""
@@ -66,10 +71,12 @@ class TraceSums:
         if len(norms) > 1 and all(one.independent for one in self._made_by):
             self.samples_variance += len(norms) * float(norms.var(0).sum())
         else:
-            factors = torch.tensor([one.sample_noise for one in self._made_by], dtype=norms.dtype, device=norms.device)
+            factors = torch.tensor(
+                [one.noise_factors.sample for one in self._made_by], dtype=norms.dtype, device=norms.device
+            )
             self.samples_variance += float((factors[:, None] * norms.square()).sum())
 
-    def total_and_noise(self) -> tuple[float, float]:
+    def total_and_standard_error(self) -> tuple[float, float]:
         """Return Σ ‖g‖² over passes of whole batches and over samples, and its standard error from the run itself.
 
         Of samples, Σ c ‖g‖⁴ is the variance or more, as for a single entry.  Several passes of a batch are independent
@@ -93,39 +100,30 @@ class TraceSums:
 
     def relative_error(self) -> float | None:
         """Return the standard error over the trace so far; None while the trace is zero."""
-        total, noise = self.total_and_noise()
-        return noise / total if total else None
-
-    def synchronize(self) -> None:
-        """Do nothing: no sum of norms is left on the device between batches."""
+        total, error = self.total_and_standard_error()
+        return error / total if total else None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the sums so far, which are numbers and no tensors."""
         numbers = {"batches": self.batches, "samples": self.samples, "samples_variance": self.samples_variance}
         return {}, numbers
 
+    @override
     def set_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore the sums that `state` returned."""
         del tensors
         self.batches, self.samples = values["batches"], values["samples"]
         self.samples_variance = values["samples_variance"]
 
+    @override
     def merge(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Add the sums that `state` returned for other batches."""
         del tensors
         self.batches = [*self.batches, *values["batches"]]
         self.samples += values["samples"]
         self.samples_variance += values["samples_variance"]
 
+    @override
     def reduce(self, processes: Reducer) -> None:
-        """Add up the sums of all processes."""
         of_all = processes.gather("sums", self.state()[1])
         self.set_state({}, of_all[0])
         for values in of_all[1:]:
             self.merge({}, values)
-
-    def copy(self) -> TraceSums:
-        """Return the same sums, which go on by themselves."""
-        copied = TraceSums(self._noise_factor)
-        copied.set_state(*self.state())
-        return copied

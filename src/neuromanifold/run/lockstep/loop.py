@@ -60,7 +60,7 @@ def run_sharded(
     """Go through the data once, or until the sums are accurate enough, as `loop.run` does; inside of `sharded`."""
     in_step, processes, counts = shards.processes, shards.processes.all, Counts()
     shows = processes.rank == 0
-    method = Lockstep(problem, settings, shards, tokens=isinstance(sums, ShardedSums))
+    method = Lockstep(problem, settings, shards, tokens=sums.takes_tokens)
     items = problem.items(progress=options.progress is True and shows, description=options.description)
     items, dealing = deal(items, processes, method, sums, options)
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)

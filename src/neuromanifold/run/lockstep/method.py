@@ -75,9 +75,8 @@ class Lockstep(PerSample):
             for piece in self._in_step("position", iter([]) if cotangent is None else pieces):
                 self._send(logits, piece, zeros, made_by, backward, sums)
                 if alone:
-                    single = made_by._replace(noise=made_by.sample_noise)
                     for one in self._in_step("sample", iter([]) if piece is None else by_sample(piece)):
-                        self._send_alone(logits, one, zeros, single, backward, sums)
+                        self._send_alone(logits, one, zeros, made_by.of_one_sample, backward, sums)
 
     @override
     def verify_late(self, batch: Batch) -> None:

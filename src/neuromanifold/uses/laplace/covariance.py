@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from neuromanifold.core import Gaussian
 from neuromanifold.core.checks import promoted
 from neuromanifold.estimators import Exact
-from neuromanifold.persample.accumulate.base import Pass
+from neuromanifold.persample.accumulate import GradientSums, Pass
 from neuromanifold.persample.gradients import Dense, Form
 from neuromanifold.problem.batches import read_batch
 from neuromanifold.problem.problem import Problem
@@ -49,7 +49,7 @@ def unlabelled(item: object, label_key: str) -> object:
     return batch.kwargs or (batch.args,)
 
 
-class CovarianceSums:
+class CovarianceSums(GradientSums):
     """Accumulates J Σ Jᵀ of every sample from the gradients of one backward pass for each output."""
 
     def __init__(self, problem: Problem, root: Root, blocks: Mapping[Block, Sequence[str]], full: bool) -> None:
@@ -91,9 +91,6 @@ class CovarianceSums:
                 added = self._of_block(block, forms, some[0].samples, some[0].device)
                 total = added if total is None else total + added.to(total.device)
         self.batches.append(total)
-
-    def synchronize(self) -> None:
-        """Do nothing: covariances stay on the device."""
 
     def _of_block(
         self, block: Block, forms: list[list[tuple[Form, float] | None]], samples: int, device: torch.device
