@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.operators.kronecker import run as kronecker_run
 from neuromanifold.operators.kronecker.blocks import nearest
+from neuromanifold.persample.accumulate import thinning
 from neuromanifold.persample.accumulate.factors import add_gram
 from neuromanifold.reference import kronecker as reference
 from neuromanifold.reference import network
@@ -324,6 +325,28 @@ def test_corrected_eigenvalues_are_unbiased(estimator: nm.Estimator) -> None:
     assert float((variances.mean(0) / spreads)[large].min()) > 0.7  # error bars are not too small
 
 
+def test_all_fourth_powers_are_taken_where_few_samples_carry_f(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the diagonal; without this rule, as in a twin, error bars are others."""
+    x = torch.randn(20, 32, 6, generator=generator())
+    x[:, 1:] *= 100  # but for one sample of each batch, predictions are certain
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False))
+    monkeypatch.setattr(thinning, "_MANY", 2.0)  # the other rule
+
+    def errors() -> Tensor:
+        blocks = nm.fisher_kronecker(model, list(x), nm.Hutchinson(deflate=0)).blocks.values()
+        return torch.cat([block.stderr.flatten() for block in blocks])
+
+    found = errors()
+    with monkeypatch.context() as patch:
+        patch.setattr(thinning, "_EVEN", 0.0)
+        twin = errors()
+    monkeypatch.setattr(thinning, "_ALL_OF", 10**9)
+    full = errors()
+    assert torch.equal(found, full)
+    assert not torch.allclose(twin, full, rtol=0.05)
+
+
 def test_with_the_noise_of_the_basis_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first eigenvectors fit the noise that they were made from: the biased twin."""
     monkeypatch.setattr(kronecker_run, "batch_seed", lambda seed, _: seed)
@@ -506,6 +529,12 @@ def test_a_checkpoint_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
             assert torch.equal(block.stderr, expected.blocks[name].stderr)
         for path in tmp_path.iterdir():
             path.unlink()
+
+
+def test_a_checkpoint_without_error_bars_does_not_go_on_with_them(tmp_path: Path) -> None:
+    nm.fisher_kronecker(MODEL, batches(16), checkpoint=tmp_path / "c", error_bars=False)
+    with pytest.raises(ValueError, match=r"differs in error_bars \(False, now True\)"):
+        nm.fisher_kronecker(MODEL, batches(16), checkpoint=tmp_path / "c")
 
 
 # What is refused.

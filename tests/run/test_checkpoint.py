@@ -520,6 +520,15 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         estimate(killed_runs.network(), inputs(2, 4), checkpoint=path)
 
 
+def test_another_layout_of_the_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    with monkeypatch.context() as before:
+        before.setattr("neuromanifold.run.checkpoint._FORMAT", 2)
+        estimate(killed_runs.network(), inputs(2, 4), checkpoint=path)
+    with pytest.raises(ValueError, match=r"differs in format of the file \(2, now 3\).*Delete"):
+        estimate(killed_runs.network(), inputs(2, 4), checkpoint=path)
+
+
 def test_a_trace_is_not_a_diagonal(tmp_path: Path) -> None:
     nm.fisher_trace(killed_runs.network(), inputs(2, 4), checkpoint=tmp_path / "state")
     with pytest.raises(ValueError, match=r"result \(TraceSums, now DiagonalSums\)"):
