@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 from gpu import kernels
 from gpu.models import HALF, precision
 from neuromanifold.kernels import dispatch
-from neuromanifold.kernels.values import Accumulators
+from neuromanifold.kernels.values import PowerSums
 
 SETTINGS = {"TRITON_INTERPRET": "0", "NEUROMANIFOLD_KERNELS": "interpret"}  # Triton's kernels, for tensors on a CPU
 SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, at most, by compute capability
@@ -97,7 +97,7 @@ def launches(precisions: list[str]) -> Iterator[tuple[str, str, partial[Any]]]:
 def _product(shape: tuple[int, int, int, int], dtype: torch.dtype, bars: str) -> None:
     n, t, o, i = shape
     fourths = torch.empty(o, i) if bars == "entries" else None
-    to = Accumulators(torch.empty(o, i), fourths, rows=torch.empty(o) if bars == "rows" else None)
+    to = PowerSums(torch.empty(o, i), fourths, row_fourths=torch.empty(o) if bars == "rows" else None)
     left, right = torch.empty(n, t, o, dtype=dtype), torch.empty(n, t, i, dtype=dtype)
     kernels._done(dispatch.add_squares_of_products(left, right, to))
 

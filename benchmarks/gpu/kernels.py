@@ -17,7 +17,7 @@ import neuromanifold as nm
 from gpu.models import HALF, precision
 from gpu.session import Missing, Row, Session
 from neuromanifold.kernels import dispatch
-from neuromanifold.kernels.values import Accumulators, Windows
+from neuromanifold.kernels.values import PowerSums, Windows
 
 LIMITS = {"fp32": 1e-5, "tf32": 5e-3, "bf16": 1e-3, "fp16": 1e-3}  # ‖found - truth‖/‖truth‖
 ERRORS = 8.0  # standard errors of the mean over rows, relative to the metric
@@ -88,14 +88,14 @@ def _noise(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
 
 
-def _powers(gradients: Tensor, to: Accumulators) -> Pairs:
+def _powers(gradients: Tensor, to: PowerSums) -> Pairs:
     """Return both sums beside those of gradients [n, *shape]."""
     assert to.fourths is not None
     return [(to.squares, gradients.square().sum(0)), (to.fourths, gradients.pow(4).sum(0))]
 
 
-def _accumulators(device: torch.device, *shape: int) -> Accumulators:
-    return Accumulators(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+def _accumulators(device: torch.device, *shape: int) -> PowerSums:
+    return PowerSums(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
 
 
 def _done(done: bool) -> None:
@@ -113,11 +113,11 @@ def _products(dtype: torch.dtype, device: torch.device, t: int = 40) -> Pairs:
 def _row_norms(dtype: torch.dtype, device: torch.device) -> Pairs:
     n, t, o, i = 9, 600, 70, 130
     left, right = _noise(dtype, device, n, t, o), _noise(dtype, device, n, t, i)
-    to = Accumulators(torch.zeros(o, i, device=device), rows=torch.zeros(o, device=device))
+    to = PowerSums(torch.zeros(o, i, device=device), row_fourths=torch.zeros(o, device=device))
     _done(dispatch.add_squares_of_products(left, right, to))
-    assert to.rows is not None
+    assert to.row_fourths is not None
     squares = torch.einsum("nto,nti->noi", left.double(), right.double()).square()
-    return [(to.squares, squares.sum(0)), (to.rows, squares.sum(2).square().sum(0))]
+    return [(to.squares, squares.sum(0)), (to.row_fourths, squares.sum(2).square().sum(0))]
 
 
 def _left_out(dtype: torch.dtype, device: torch.device) -> Pairs:

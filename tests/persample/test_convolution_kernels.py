@@ -16,7 +16,7 @@ from neuromanifold.kernels.triton import convolution, depthwise
 from neuromanifold.kernels.triton.convolution import add_squares
 from neuromanifold.kernels.triton.tiles import HALF, ConvolutionTiles, convolution_tiles
 from neuromanifold.kernels.values import Windows
-from neuromanifold.persample.gradients import Accumulators
+from neuromanifold.persample.gradients import PowerSums
 from neuromanifold.persample.rules.convolution import Convolution
 
 SMALL = ConvolutionTiles(16, 16, 16, 4, 2)
@@ -336,6 +336,6 @@ def test_the_rule_hands_over_what_the_kernel_expects(name, channels_last, monkey
     monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "interpret")
     monkeypatch.setattr(dispatch, "tf32_convolutions", lambda: False)
     squares, fourths = torch.zeros(weight), torch.zeros(weight)
-    form.add_squares(Accumulators(squares, fourths, unit=2.0, weight=3.0, scale=0.5))
+    form.add_squares(PowerSums(squares, fourths, unit=2.0, weight=3.0, scale=0.5))
     assert close(squares, (G / 0.5).square().sum(0))
     assert close(fourths, 3 * G.pow(4).sum(0))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.c import build, square
-from neuromanifold.persample.gradients import BOUND, Accumulators, Product
+from neuromanifold.persample.gradients import BOUND, PowerSums, Product
 from neuromanifold.persample.rules.convolution import Convolution
 from tests import forked
 
@@ -57,8 +57,8 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def accumulators(*shape: int, **options: float) -> Accumulators:
-    return Accumulators(torch.ones(*shape), torch.ones(*shape), **options)
+def accumulators(*shape: int, **options: float) -> PowerSums:
+    return PowerSums(torch.ones(*shape), torch.ones(*shape), **options)
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def close(found: Tensor | None, expected: Tensor, tolerance: float = 1e-6) -> bo
     return float((found.double() - expected).norm()) <= tolerance * float(expected.norm())
 
 
-def is_right(to: Accumulators, gradients: Tensor) -> bool:
+def is_right(to: PowerSums, gradients: Tensor) -> bool:
     """Sums that began with ones, of gradients in float64."""
     shape = to.squares.shape
     truth = gradients / to.scale
@@ -98,7 +98,7 @@ def test_products_are_squared_sample_by_sample(shape, compiler, monkeypatch):
 def test_without_fourth_powers():
     left, right, squares = noise(5, 70, 18), noise(5, 70, 30), torch.zeros(18, 30)
     for _ in range(2):
-        assert square.call_product_squares(left, right, Accumulators(squares, scale=0.5))
+        assert square.call_product_squares(left, right, PowerSums(squares, scale=0.5))
     assert close(squares, 2 * 4 * products(left, right).square().sum(0))
 
 
@@ -131,7 +131,7 @@ def test_groups_of_products():
 def test_gradients_of_any_size_in_their_unit(size):
     left, right = noise(4, 20, 18) * size, noise(4, 20, 30)
     unit = 2.0 ** round(torch.tensor(size * 20**0.5).log2().item())
-    to = Accumulators(torch.zeros(18, 30), torch.zeros(18, 30), unit=unit if size < 1 else 1.0, weight=1.0)
+    to = PowerSums(torch.zeros(18, 30), torch.zeros(18, 30), unit=unit if size < 1 else 1.0, weight=1.0)
     assert square.call_product_squares(left, right, to)
     truth = products(left, right)
     if size > 1e-20:  # else squares are below all that float32 has
@@ -219,9 +219,9 @@ def test_forms_use_it_and_agree_with_torch(monkeypatch):
 @needs_compiler
 def test_what_it_does_not_take(monkeypatch):
     left, right = noise(4, 30, 64), noise(4, 30, 96)
-    double = Accumulators(torch.zeros(64, 96, dtype=torch.float64))
+    double = PowerSums(torch.zeros(64, 96, dtype=torch.float64))
     assert not square.call_product_squares(left.double(), right.double(), double)
-    assert not square.call_product_squares(left, right, Accumulators(torch.zeros(96, 64).T))
+    assert not square.call_product_squares(left, right, PowerSums(torch.zeros(96, 64).T))
     assert not square.call_product_squares(left[:0], right[:0], accumulators(64, 96))
     monkeypatch.setattr(square, "_FILLED", 0.25)
     square._blocks.cache_clear()

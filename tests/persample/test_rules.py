@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.persample import gradients as forms
-from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, Rows, SquaredProduct
+from neuromanifold.persample.gradients import Dense, Form, PowerSums, Product, Rows, SquaredProduct
 from neuromanifold.persample.rules import Call, NotApplicableError, find_rule
 from neuromanifold.persample.rules.convolution import Convolution
 from neuromanifold.persample.rules.scales import norm_like
@@ -70,13 +70,13 @@ def assert_form(form: Form, expected: Tensor, rtol: float = TIGHT) -> None:
     assert_squares(form.add_squares, expected, rtol)
 
 
-def assert_squares(add: Callable[[Accumulators], None], expected: Tensor, rtol: float = TIGHT) -> None:
+def assert_squares(add: Callable[[PowerSums], None], expected: Tensor, rtol: float = TIGHT) -> None:
     """Σ g², on top of what is there; and Σ g⁴ in units, with a weight and a scale."""
     alone = torch.full(expected.shape[1:], 2.0, dtype=torch.float64)
-    add(Accumulators(alone))
+    add(PowerSums(alone))
     close(alone, 2 + expected.square().sum(0), rtol)
     squares, fourths = torch.full_like(alone, 2.0), torch.full_like(alone, 3.0)
-    add(Accumulators(squares, fourths, unit=0.5, weight=0.7, scale=4.0))
+    add(PowerSums(squares, fourths, unit=0.5, weight=0.7, scale=4.0))
     close(squares, 2 + (expected / 4).square().sum(0), rtol)
     close(fourths, 3 + 0.7 * (expected / 4 / 0.5).pow(4).sum(0), rtol)
 
@@ -132,7 +132,7 @@ def test_lower_precision(name: str, dtype: torch.dtype) -> None:
     expected = definition(exact, same, g.double())
     limit = 1e-5 if dtype == torch.float32 else 0.05
     for key, form in by_rule(module, x, g).items():
-        to = Accumulators(torch.zeros(form.shape), torch.zeros(form.shape))
+        to = PowerSums(torch.zeros(form.shape), torch.zeros(form.shape))
         form.add_squares(to)
         assert to.squares.dtype == torch.float32
         for found, power in ((to.squares, 2), (to.fourths, 4)):
@@ -304,7 +304,7 @@ def test_cotangents_of_a_product_are_added_before_they_are_multiplied(stacked: b
             total.add_cotangents(8 * left, scale=8.0, weight=0.25)
     gradients = lefts[..., None] * right[None, :, None, :]
     squares, fourths = torch.zeros(5, 2, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.float64)
-    total.add_squares(Accumulators(squares, fourths, unit=0.5))
+    total.add_squares(PowerSums(squares, fourths, unit=0.5))
     assert torch.allclose(squares, gradients.square().sum((0, 1)), rtol=TIGHT, atol=0)
     assert torch.allclose(fourths, 0.25 * (gradients / 0.5).pow(4).sum((0, 1)), rtol=TIGHT, atol=0)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.kernels.values import Accumulators
+from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Sum, Tied
@@ -68,12 +68,12 @@ def test_fourth_powers_of_rows_are_those_of_the_definition(name, limit, monkeypa
         monkeypatch.setattr("neuromanifold.persample.gradients.forms.CPU_TILE", limit)
         monkeypatch.setattr("neuromanifold.persample.gradients.forms.CPU_ROWS", limit)
     form, unit = forms()[name], 0.5
-    to = Accumulators(torch.zeros(form.shape), None, unit, 2.0, 4.0, rows=torch.zeros(form.shape[0]))
+    to = PowerSums(torch.zeros(form.shape), None, unit, 2.0, 4.0, row_fourths=torch.zeros(form.shape[0]))
     form.add_squares(to)
     squares, powers = rows_of(form, 4.0)
     torch.testing.assert_close(to.squares.double(), squares, rtol=1e-4, atol=1e-7)
-    assert to.rows is not None
-    torch.testing.assert_close(to.rows.double(), 2 * powers / unit**4, rtol=1e-4, atol=1e-7)
+    assert to.row_fourths is not None
+    torch.testing.assert_close(to.row_fourths.double(), 2 * powers / unit**4, rtol=1e-4, atol=1e-7)
 
 
 def test_several_cotangents_of_one_position_and_whole_batches_count_as_well():

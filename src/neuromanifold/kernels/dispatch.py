@@ -30,7 +30,7 @@ from torch import Tensor
 from neuromanifold.core.checks import message
 from neuromanifold.core.sums import is_differentiated
 from neuromanifold.kernels.c import probe, square
-from neuromanifold.kernels.values import Accumulators, Deflated, Probe, Windows
+from neuromanifold.kernels.values import Deflated, PowerSums, Probe, Windows
 
 Backend = Literal["triton", "c"]
 
@@ -63,7 +63,7 @@ def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:
     return probe.call_deflated_probe(logits, noise)
 
 
-def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip: Tensor | None = None) -> bool:
+def add_squares_of_products(left: Tensor, right: Tensor, to: PowerSums, skip: Tensor | None = None) -> bool:
     """Add squares and fourth powers of Σ_t left[n, t, :] ⊗ right[n, t, :] to sums [o, i]; return whether it was done.
 
     left [n, t, o] and right [n, t, i], or [n, g, t, ...] with groups of rows.  `skip` [n, s] names rows of each sample
@@ -73,9 +73,9 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     backend = _backend("add_squares_of_products", left, right)
     if backend == "c":
         left, right = left.to(to.squares.dtype), right.to(to.squares.dtype)
-        return skip is None and to.rows is None and square.call_product_squares(left, right, to)
+        return skip is None and to.row_fourths is None and square.call_product_squares(left, right, to)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend is None or left.ndim != 3 or (deterministic and to.rows is not None):
+    if backend is None or left.ndim != 3 or (deterministic and to.row_fourths is not None):
         return False
     from neuromanifold.kernels.triton import product  # needs Triton
     from neuromanifold.kernels.triton.pack import pack
@@ -86,7 +86,7 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     left, right = (_last_contiguous(side.to(dtype)) for side in (left, right))
     packs = dtype == torch.float32 and tf32_products()
-    norms = None if to.rows is None else torch.zeros(left.shape[::2], dtype=to.squares.dtype, device=left.device)
+    norms = None if to.row_fourths is None else torch.zeros(left.shape[::2], dtype=to.squares.dtype, device=left.device)
     product.launch_product_squares(
         pack(left) if packs else left,
         pack(right) if packs else right,
@@ -102,13 +102,13 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: Accumulators, skip:
     return True
 
 
-def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
+def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: PowerSums, windows: Windows) -> bool:
     """Add squares and fourth powers of Σ_mt fixed_mt ⊗ (the window of slid at t) to sums [o, c, *kernel].
 
     slid [n, m, g·c, *space] is what windows are taken of, fixed [n, m, o, *positions] what they are multiplied by.
     Returns whether it was done.
     """
-    backend = None if to.rows is not None else _backend("add_squares_of_convolution", slid, fixed)
+    backend = None if to.row_fourths is not None else _backend("add_squares_of_convolution", slid, fixed)
     if backend == "c":  # windows are read off the image, of whose dimensions m is one more
         dtype = to.squares.dtype
         slid, fixed = slid.transpose(1, 2).to(dtype), fixed.transpose(1, 2).to(dtype)

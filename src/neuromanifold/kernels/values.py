@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,18 +12,23 @@ BOUND = 2.0**60
 """Largest square, in the unit of the fourth powers: the sum of their squares would overflow otherwise."""
 
 
-class Accumulators(NamedTuple):
-    """The tensors that one parameter's squares are added to: Σ g², and for error bars weighted Σ g⁴ in units of `unit`.
+class PowerSums(NamedTuple):
+    """The sums that squares and fourth powers of one parameter's gradients are added to.
 
-    Or, for error bars of rows, weighted Σ ‖g_r‖⁴, with g_r the gradient's row r along the first dimension.
+        squares      += Σ_n (g_n/scale)²
+        fourths      += weight Σ_n (g_n/(scale·unit))⁴                  of entries, or
+        row_fourths  += weight Σ_n ‖row r of g_n/(scale·unit)‖⁴         of rows r along the first dimension
+
+    Fourth powers of small numbers underflow in float32, so they are in units of a power of two near the gradients'
+    size: a gradient is multiplied by `factor`, squared, and its square multiplied by `unit`².
     """
 
     squares: Tensor
     fourths: Tensor | None = None
     unit: float = 1.0
-    weight: float = 1.0  # of these fourth powers
+    weight: float = 1.0
     scale: float = 1.0  # the gradients are so many times too large
-    rows: Tensor | None = None  # [rows] in place of fourths
+    row_fourths: Tensor | None = None  # [rows] in place of fourths
 
     @property
     def factor(self) -> float:
@@ -35,25 +40,24 @@ class Accumulators(NamedTuple):
         """Factors for squares, for fourth powers, and for gradients before they are squared."""
         return self.unit**2, self.weight, self.factor
 
-    def narrow(self, start: int, stop: int) -> Accumulators:
+    def narrow(self, start: int, stop: int) -> PowerSums:
         """Return views of the rows `start` to `stop - 1` of the parameter."""
-        narrowed = self._with(lambda tensor: tensor[start:stop])
-        return narrowed if self.rows is None else narrowed._replace(rows=self.rows[start:stop])
+        fourths, rows = (None if sums is None else sums[start:stop] for sums in (self.fourths, self.row_fourths))
+        return self._replace(squares=self.squares[start:stop], fourths=fourths, row_fourths=rows)
 
-    def view(self, *shape: int) -> Accumulators:
+    def view(self, *shape: int) -> PowerSums:
         """Return the same memory in another shape."""
-        return self if self.squares.shape == shape else self._with(lambda tensor: tensor.view(shape))
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Accumulators:
-        fourths = None if self.fourths is None else change(self.fourths)
-        return self._replace(squares=change(self.squares), fourths=fourths)
+        if self.squares.shape == shape:
+            return self
+        fourths = None if self.fourths is None else self.fourths.view(shape)
+        return self._replace(squares=self.squares.view(shape), fourths=fourths)
 
     def add(self, gradients: Tensor) -> None:
-        """Add the squares of gradients [n, *shape], already multiplied by `factor`; they are overwritten."""
+        """Add gradients [n, *shape] that have been multiplied by `factor`; they are overwritten."""
         if len(gradients) == 1:
             one = gradients[0]
             self.squares.addcmul_(one, one, value=self.unit**2)
-            if self.rows is not None:
+            if self.row_fourths is not None:
                 self.add_row_norms(one.mul_(one).flatten(1).sum(1)[None])
             if self.fourths is not None:
                 one.mul_(one).clamp_(max=BOUND)
@@ -61,21 +65,29 @@ class Accumulators(NamedTuple):
             return
         squares = gradients.mul_(gradients)
         self.squares.add_(squares.sum(0), alpha=self.unit**2)
-        if self.rows is not None:
+        if self.row_fourths is not None:
             self.add_row_norms(squares.flatten(2).sum(2))
         if self.fourths is not None:
             self.fourths.add_(squares.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
 
+    def add_to_rows(self, rows: Tensor, squares: Tensor) -> None:
+        """Add squares [n, d] of gradients that have been multiplied by `factor` to rows [n]; they are overwritten."""
+        self.squares.index_add_(0, rows, squares, alpha=self.unit**2)
+        if self.row_fourths is not None:
+            self.row_fourths.index_add_(0, rows, squares.sum(1).clamp_(max=BOUND).square_(), alpha=self.weight)
+        if self.fourths is not None:
+            self.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=self.weight)
+
     def add_row_norms(self, norms: Tensor) -> None:
         """Add squared norms [n, m] of the gradients' rows, or of equal parts of rows; they are overwritten."""
-        assert self.rows is not None
-        if norms.shape[1] != len(self.rows):
-            norms = norms.view(len(norms), len(self.rows), -1).sum(2)
-        self.rows.add_(norms.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
+        assert self.row_fourths is not None
+        if norms.shape[1] != len(self.row_fourths):
+            norms = norms.view(len(norms), len(self.row_fourths), -1).sum(2)
+        self.row_fourths.add_(norms.clamp_(max=BOUND).square_().sum(0), alpha=self.weight)
 
     def takes_rows(self, count: int) -> bool:
         """Whether `count` rows of the parameter, seen as a matrix, are its rows or equal parts of them."""
-        return self.rows is None or (len(self.rows) > 0 and count % len(self.rows) == 0)
+        return self.row_fourths is None or (len(self.row_fourths) > 0 and count % len(self.row_fourths) == 0)
 
 
 class Probe(NamedTuple):

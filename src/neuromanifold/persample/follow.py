@@ -81,6 +81,18 @@ def shifted_dims(node: Node) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
 
 
+def leaves_in_place(node: Node) -> bool:
+    """Return whether an `as_strided` sees all entries of a new mean where they are, with other strides of single ones.
+
+    So does pooling to one pixel with channels last, [n, c, h, w] ─ mean ─► [n, c, 1, 1] ─ as_strided ─► [n, c, 1, 1].
+    """
+    shape, ((below, output), *_) = shape_of(node), node.next_functions
+    if below is None or operation(below) != "Mean" or shape_of(below, output) != shape or node._saved_storage_offset:
+        return False
+    strides = zip(shape, node._saved_stride, torch.empty(shape, device="meta").stride(), strict=True)
+    return all(size == 1 or own == dense for size, own, dense in strides)
+
+
 def follow(order: Sequence[Node], samples: int, identities: frozenset[str], before: int = 1) -> dict[Node, int]:
     """Return for each node where its (first) output has the samples: `before`, SHARED or UNKNOWN.
 
@@ -261,6 +273,11 @@ def _along(op: _Followed) -> list[int]:
 @_of("NativeLayerNorm", "FusedRmsNorm")
 def _normalised(op: _Followed) -> list[int]:
     return op.first_only(op.dim < len(op.out) - len(op.node._saved_normalized_shape))
+
+
+@_of("AsStrided")
+def _restrided(op: _Followed) -> list[int]:
+    return op.first_only(leaves_in_place(op.node))
 
 
 @_of("Tril", "Triu")

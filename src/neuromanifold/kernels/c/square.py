@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.kernels.c import build
-from neuromanifold.kernels.values import Accumulators, Windows, flat_positions, source_positions
+from neuromanifold.kernels.values import PowerSums, Windows, flat_positions, source_positions
 
 SOURCE = Path(__file__).with_name("square.c")
 LEAST = 2**18  # multiplications: for fewer, compiling does not pay
@@ -73,7 +73,7 @@ class _ProductSizes(NamedTuple):
     taps: int
 
 
-def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+def call_product_squares(left: Tensor, right: Tensor, to: PowerSums) -> bool:
     """Run `dispatch.add_squares_of_products` for left and right in float32 with any strides."""
     if not _float32(left, right, to):
         return False
@@ -87,7 +87,7 @@ def call_product_squares(left: Tensor, right: Tensor, to: Accumulators) -> bool:
     return _call(one, other, to, sizes, lambda: _product_tables(positions, *strides))
 
 
-def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, windows: Windows) -> bool:
+def call_convolution_squares(slid: Tensor, fixed: Tensor, to: PowerSums, windows: Windows) -> bool:
     """Add squares of windows of slid [n, g·c, *space] times fixed [n, g·o, *positions] to sums [g·o, c, *kernel]."""
     if not _float32(slid, fixed, to):
         return False
@@ -100,14 +100,14 @@ def call_convolution_squares(slid: Tensor, fixed: Tensor, to: Accumulators, wind
     return _call(left, right, to, sizes, lambda: _convolution_tables(tuple(slid.shape[2:]), positions, *options))
 
 
-def _float32(left: Tensor, right: Tensor, to: Accumulators) -> bool:
+def _float32(left: Tensor, right: Tensor, to: PowerSums) -> bool:
     """Return whether everything is float32, and the sums contiguous."""
     sums = [to.squares] if to.fourths is None else [to.squares, to.fourths]
     single = {tensor.dtype for tensor in (left, right, *sums)} == {torch.float32}
     return single and all(map(Tensor.is_contiguous, sums))
 
 
-def _call(left: _Side, right: _Side, to: Accumulators, sizes: _ProductSizes, tables_of: Callable[[], _Tables]) -> bool:
+def _call(left: _Side, right: _Side, to: PowerSums, sizes: _ProductSizes, tables_of: Callable[[], _Tables]) -> bool:
     if prod(sizes) < LEAST:
         return False
     threads = torch.get_num_threads()

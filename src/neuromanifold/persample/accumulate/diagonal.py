@@ -23,7 +23,7 @@ from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, Reducer, Tally, power_of_two_near, read_back, zero_sums
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
 from neuromanifold.persample.accumulate.whole import add_whole, root_mean_squares
-from neuromanifold.persample.gradients import Accumulators, Dense, Form, Product, SquaredProduct
+from neuromanifold.persample.gradients import Dense, Form, PowerSums, Product, SquaredProduct
 
 _ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
@@ -92,7 +92,7 @@ class DiagonalSums:
             return
         values = [g for i in used if (g := gradients[i]) is not None]
         if not self._keeps_fourths or not made_by.noise:
-            add_whole(values, [Accumulators(self._sums_for(i, made_by.noise), scale=made_by.scale) for i in used])
+            add_whole(values, [PowerSums(self._sums_for(i, made_by.noise), scale=made_by.scale) for i in used])
             return
         check = self._unit_check(values[0].device)
         if check == "now" or (self.may_synchronize and not all(self._units[i] for i in used)):
@@ -127,7 +127,7 @@ class DiagonalSums:
         first = not (self._taken[i] or i in self._elsewhere)
         takes = self._takes or not form.fourths_are_costly or first or self._sparse[i]
         if not (takes and random):
-            form.add_squares(Accumulators(self._sums_for(i, made_by.sample_noise), scale=made_by.scale))
+            form.add_squares(PowerSums(self._sums_for(i, made_by.sample_noise), scale=made_by.scale))
             return
         self._taken[i] += form.samples
         check = self._unit_check(form.device)
@@ -137,11 +137,11 @@ class DiagonalSums:
             self._sizes[i] = form.magnitude() / made_by.scale
         form.add_squares(self._accumulators(i, made_by.scale, made_by.sample_noise))
 
-    def _accumulators(self, i: int, scale: float, weight: float) -> Accumulators:
+    def _accumulators(self, i: int, scale: float, weight: float) -> PowerSums:
         """Return the tensors that the squares and fourth powers of a parameter are added to."""
         kept, by_row = self._fourth_powers(i), self._by_row[i]
         fourths, rows = (None, kept) if by_row else (kept, None)
-        return Accumulators(self._sums_for(i), fourths, self._units[i] or 1.0, weight, scale, rows)
+        return PowerSums(self._sums_for(i), fourths, self._units[i] or 1.0, weight, scale, rows)
 
     def _unit_check(self, device: torch.device) -> Literal["now", "later", "never"]:
         """Whether to check if gradients have grown: in the first batches, then in number 16, 32, ...

@@ -20,7 +20,7 @@ from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
 from neuromanifold.persample.accumulate.pairs import FactorShape, PairedForms, refuse_late
 from neuromanifold.persample.accumulate.remainder import RemainderSums
-from neuromanifold.persample.gradients import Accumulators, Form, Product, Rows
+from neuromanifold.persample.gradients import Form, PowerSums, Product, Rows
 from neuromanifold.persample.gradients.totals import Tied
 from neuromanifold.problem.fingerprint import fingerprint
 
@@ -52,7 +52,7 @@ class Rotated(Form):
         return self.inner.magnitude()
 
     @override
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         for start, stop in self.pieces():
             self._rotated(start, stop).add_squares(to)
 

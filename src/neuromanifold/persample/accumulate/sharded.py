@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.kernels.values import Accumulators
+from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate.base import Pass, power_of_two_near, zero_sums
 from neuromanifold.persample.gradients import Form, root_mean_square
 from neuromanifold.persample.shards import LayerSums, Shards
@@ -45,12 +45,12 @@ class ShardedSums:
         like = self._shards.whole[i]
         squares = torch.zeros(like.shape, dtype=promoted(like.dtype), device=like.device)
         if not (self._keeps and made_by.sample_noise > 0):
-            form.add_squares(Accumulators(squares, scale=made_by.scale))
+            form.add_squares(PowerSums(squares, scale=made_by.scale))
             self._layers.put(i, "squares", squares)
             return
         size = self._size(i, form.magnitude)
         fourths = torch.zeros_like(squares)
-        form.add_squares(Accumulators(squares, fourths, size, made_by.sample_noise, made_by.scale))
+        form.add_squares(PowerSums(squares, fourths, size, made_by.sample_noise, made_by.scale))
         self._layers.put(i, "squares", squares)
         self._layers.put(i, "fourths", fourths.double().mul_(size**4))
 

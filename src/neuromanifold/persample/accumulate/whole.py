@@ -12,20 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.kernels.values import BOUND, PowerSums
 
 CPU_PIECE, GPU_PIECE = 2**18, 2**24  # numbers that are worked on at a time: on a CPU they stay in its cache
 
 
-def add_whole(gradients: Sequence[Tensor], sums: Sequence[Accumulators]) -> None:
+def add_whole(gradients: Sequence[Tensor], sums: Sequence[PowerSums]) -> None:
     """Add the squares of one gradient for each parameter, and fourth powers where they are kept."""
-    together: list[tuple[Tensor, Accumulators]] = []
+    together: list[tuple[Tensor, PowerSums]] = []
     for g, to in zip(gradients, sums, strict=True):
         piece = CPU_PIECE if g.device.type == "cpu" else GPU_PIECE
-        if to.rows is not None:
+        if to.row_fourths is not None:
             norms = torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=to.squares.dtype).mul_(to.factor)
             to.add_row_norms(norms.square_()[None])
-            to = to._replace(rows=None)
+            to = to._replace(row_fourths=None)
         if to.fourths is None and (g.device.type != "cpu" or g.dtype == to.squares.dtype):
             to.squares.addcmul_(g, g, value=to.scale**-2)
         elif g.device.type == "cpu" or g.numel() > piece:
@@ -44,7 +44,7 @@ def root_mean_squares(gradients: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _add_pieces(g: Tensor, to: Accumulators, piece: int) -> None:
+def _add_pieces(g: Tensor, to: PowerSums, piece: int) -> None:
     for start in range(0, len(g), piece):
         part, values = to.narrow(start, start + piece), g[start : start + piece].to(to.squares.dtype)
         products = values * values
@@ -54,7 +54,7 @@ def _add_pieces(g: Tensor, to: Accumulators, piece: int) -> None:
             part.fourths.addcmul_(products, products, value=to.weight)
 
 
-def _add_together(gradients: list[Tensor], sums: list[Accumulators]) -> None:
+def _add_together(gradients: list[Tensor], sums: list[PowerSums]) -> None:
     """Add them by a few kernel launches for all parameters; `weight` and `scale` are those of the first."""
     squares, fourths = [to.squares for to in sums], [to.fourths for to in sums if to.fourths is not None]
     if any(g.dtype != square.dtype for g, square in zip(gradients, squares, strict=True)):

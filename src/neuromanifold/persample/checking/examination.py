@@ -19,7 +19,7 @@ from neuromanifold.persample.accumulate import KeptForms, Pass
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.checking.inputs import Inputs, Network, own_parameters, rows, shared, twice
 from neuromanifold.persample.engine import Again, PerSampleGradients
-from neuromanifold.persample.gradients import Accumulators, Form
+from neuromanifold.persample.gradients import Form, PowerSums
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule
 from neuromanifold.reference.layer import sample_gradients
 
@@ -201,7 +201,7 @@ def _numbers(form: Form, expected: Tensor, dtype: torch.dtype) -> Iterator[tuple
     zeros = torch.zeros(form.shape, dtype=dtype, device=form.device)
     size = float(form.magnitude())
     unit = 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
-    to = Accumulators(zeros, torch.zeros_like(zeros), unit, weight=0.5)
+    to = PowerSums(zeros, torch.zeros_like(zeros), unit, weight=0.5)
     yield "", form.gradients(0, form.samples, dtype), expected
     form.add_squares(to)
     yield ", squares", to.squares, expected.square().sum(0)

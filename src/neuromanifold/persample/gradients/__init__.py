@@ -13,7 +13,7 @@ Letters: n sample, t position, o/i out/in features.
 
 from __future__ import annotations
 
-from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.kernels.values import BOUND, PowerSums
 from neuromanifold.persample.gradients.forms import (
     Dense,
     Form,
@@ -29,9 +29,9 @@ from neuromanifold.persample.gradients.totals import Sum, add
 
 __all__ = [
     "BOUND",
-    "Accumulators",
     "Dense",
     "Form",
+    "PowerSums",
     "Product",
     "Rows",
     "SquaredProduct",

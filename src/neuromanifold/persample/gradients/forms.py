@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels import dispatch
-from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_squares_of_rank_one
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
@@ -39,7 +39,7 @@ class Form(ABC):
     def magnitude(self) -> Tensor:
         """Return about the root mean square of the gradients: right to a power of two or so."""
 
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         """Add Σ_n g_n² to the sums, and fourth powers where they are kept."""
         for start, stop in self.pieces():
             to.add(self.gradients(start, stop, to.squares.dtype).mul_(to.factor))
@@ -162,7 +162,7 @@ class Product(Form):
         size: Tensor = root_mean_square(self.left) * root_mean_square(self.right) * self.left.shape[-2] ** 0.5
         return size
 
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         """Add (left²)ᵀ(right²) if there is one position; else use a kernel, or write out and square tiles."""
         ins = self.right.shape[-1]
         outs = self.shape.numel() // ins if ins else 0  # of all groups
@@ -175,10 +175,10 @@ class Product(Form):
         elif not dispatch.add_squares_of_products(self.left, self.right, flat):
             self._add_squares_by_tiles(flat)
 
-    def _add_squares_by_tiles(self, to: Accumulators) -> None:
+    def _add_squares_by_tiles(self, to: PowerSums) -> None:
         """Write out a few samples at a time; for a large weight, a few rows of one sample."""
         (outs, ins), dtype = to.squares.shape, to.squares.dtype
-        whole_rows = to.rows is None or len(to.rows) == outs
+        whole_rows = to.row_fourths is None or len(to.row_fourths) == outs
         if outs * ins > row_limit(self.device) and self.left.ndim == 3 and whole_rows:
             self._add_squares_by_rows(to, max(1, row_limit(self.device) // ins))
             return
@@ -189,7 +189,7 @@ class Product(Form):
             )
             to.add(tile.view(stop - start, outs, ins))
 
-    def _add_squares_by_rows(self, to: Accumulators, rows: int) -> None:
+    def _add_squares_by_rows(self, to: PowerSums, rows: int) -> None:
         outs, ins = to.squares.shape
         buffer = torch.empty(1, min(rows, outs), ins, dtype=to.squares.dtype, device=self.device)
         for n in range(self.samples):
@@ -245,15 +245,10 @@ class Rows(Form):
         """Return the root mean square of the rows that are looked up, as if each were looked up once."""
         return root_mean_square(self.values)
 
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         """Sum each sample's gradients for a row, square the sum, and add it to that row alone."""
         sums, rows, _ = self._touched(to.squares.dtype)
-        squares = sums.mul_(to.factor).square_()
-        to.squares.index_add_(0, rows, squares, alpha=to.unit**2)
-        if to.rows is not None:
-            to.rows.index_add_(0, rows, squares.sum(1).clamp_(max=BOUND).square_(), alpha=to.weight)
-        if to.fourths is not None:
-            to.fourths.index_add_(0, rows, squares.clamp_(max=BOUND).square_(), alpha=to.weight)
+        to.add_to_rows(rows, sums.mul_(to.factor).square_())
 
     def squared_norms(self, dtype: torch.dtype) -> Tensor:
         """Return ‖g_n‖² from the rows that a sample looks up."""
@@ -330,7 +325,7 @@ class SquaredProduct(Form):
         return self.squares.mean().sqrt() * self.unit * root_mean_square(self.right)
 
     @override
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
         add_product_of_squares(self.squares, self.fourths, right.square_(), to.view(*self.shape))
 

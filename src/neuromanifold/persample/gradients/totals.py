@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
-from neuromanifold.kernels.values import BOUND, Accumulators
+from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.gradients.forms import Dense, Form, Product, Rows, ranges
 
 
@@ -62,7 +62,7 @@ class Tied(Sum):
     product: Product
     rows: Rows
 
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         """Add the product's squares without the rows that a sample looks up, if a kernel can, and then those rows'."""
         ids, left, right = self.rows.ids, self.product.left, self.product.right
         if not dispatch.add_squares_of_products(left, right, to, skip=ids):
@@ -73,11 +73,7 @@ class Tied(Sum):
         left_there = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1)).float()  # [n, t, s]
         gradients = left_there.mT @ right.float() + same.float() @ self.rows.values.float()  # [n, s, d]
         squares = gradients.mul_(to.factor).masked_fill_(again[..., None], 0.0).square_().flatten(0, 1)
-        to.squares.index_add_(0, ids.flatten(), squares, alpha=to.unit**2)
-        if to.rows is not None:
-            to.rows.index_add_(0, ids.flatten(), squares.sum(1).clamp_(max=BOUND).square_(), alpha=to.weight)
-        if to.fourths is not None:
-            to.fourths.index_add_(0, ids.flatten(), squares.clamp_(max=BOUND).square_(), alpha=to.weight)
+        to.add_to_rows(ids.flatten(), squares)
 
 
 def joined(products: Sequence[Product]) -> Product | None:

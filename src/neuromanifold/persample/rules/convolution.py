@@ -14,9 +14,9 @@ from typing_extensions import override
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Windows
 from neuromanifold.persample.gradients import (
-    Accumulators,
     Dense,
     Form,
+    PowerSums,
     Product,
     ranges,
     root_mean_square,
@@ -84,7 +84,7 @@ class Convolution(Form):
         )
         return replace(self, x=x, g=g, shape=torch.Size((self.shape[0] // self.groups, *self.shape[1:])), groups=1)
 
-    def add_squares(self, to: Accumulators) -> None:
+    def add_squares(self, to: PowerSums) -> None:
         """Use a kernel, written-out windows, or torch's weight gradient; large weights on a CPU by blocks of rows."""
         if dispatch.add_squares_of_convolution(*self.slid_and_fixed, to, self.windows):
             return
@@ -106,7 +106,7 @@ class Convolution(Form):
         """The geometry of the windows, in the form that kernels take."""
         return Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
 
-    def _add_squares_by_rows(self, to: Accumulators) -> None:
+    def _add_squares_by_rows(self, to: PowerSums) -> None:
         dtype, rows = to.squares.dtype, max(1, row_limit(self.device) // self.shape[1:].numel())
         for row in range(0, self.shape[0], rows):
             block, stop = to.narrow(row, row + rows), min(row + rows, self.shape[0])
