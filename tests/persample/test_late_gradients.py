@@ -173,7 +173,7 @@ def test_a_flag_on_a_gpu_is_read_rarely() -> None:
     """Reading makes a GPU wait.  A tensor without data cannot be read, so that reading it is an error."""
     model = nn.Linear(4, 3)
     engine, read = PerSampleGradients(model, dict(model.named_parameters())), []
-    engine._late = torch.zeros((), dtype=torch.bool, device="meta")
+    engine.findings.late = torch.zeros((), dtype=torch.bool, device="meta")
     for batch in range(1, 50):
         engine.end_batch()
         try:
