@@ -77,6 +77,8 @@ class PerSampleGradients:
         """Whether flags on a GPU may be read: not while a CUDA graph is captured."""
         self.every_batch = False
         """Whether some kind of graph seen so far has to be verified with every batch."""
+        self.follows_values = False
+        """Whether data have decided which sample owns which rows: their values are read in each batch."""
         self.carries_state = False
         """Whether a forward pass has changed buffers or attributes of the model, which a repeated one must not see."""
         self._plans: dict[int, Plan] = {}
@@ -124,7 +126,9 @@ class PerSampleGradients:
     def uses(self, logits: Tensor) -> Uses:
         """Return the uses of the parameters in the graph of a captured forward pass."""
         captures, parameters, excluded = self.hooks.captures, self.parameters, self.excluded
-        return discover(captures, logits, parameters, self._numbers, excluded, self._batch_dim, self._plans)
+        uses = discover(captures, logits, parameters, self._numbers, excluded, self._batch_dim, self._plans)
+        self.follows_values |= uses.following.by_values
+        return uses
 
     def backward_of(self, logits: Tensor, reference: Reference | None) -> PerSampleBackward | None:
         """Return how to differentiate a captured forward pass; None if it has to be repeated.
