@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.bounds.grams import ClassGradients
+from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.engine import PerSampleGradients
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows, add, stacks
 from neuromanifold.persample.gradients.stacks import Factors, Flat, Forms, Several, Stack, gram, stack
@@ -125,7 +126,7 @@ def test_memory_bounds_how_many_layers_are_done_at_once() -> None:
         with engine.capturing():
             logits = model(x)
         backward = engine.backward_of(logits, reference)
-        assert backward is not None
+        assert isinstance(backward, PerSampleBackward)
         classes = ClassGradients(backward)
         for layers in (1, 2, 5):
             groups = classes._groups(4, layers * outputs * 4)

@@ -1,4 +1,4 @@
-"""Where the verification has seen nothing but zeros, it is repeated with the batch in which something else comes."""
+"""When the verification is repeated: as something comes where only zeros were, and where samples cannot be followed."""
 
 import warnings
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.persample.engine import PerSampleGradients
+from neuromanifold.persample.follow import leaves_in_place
 from neuromanifold.persample.gradients import Dense
 from neuromanifold.persample.rules import registry
 
@@ -172,7 +173,7 @@ def test_a_flag_on_a_gpu_is_read_rarely() -> None:
     """Reading makes a GPU wait.  A tensor without data cannot be read, so that reading it is an error."""
     model = nn.Linear(4, 3)
     engine, read = PerSampleGradients(model, dict(model.named_parameters())), []
-    engine._late = torch.zeros((), dtype=torch.bool, device="meta")
+    engine.findings.late = torch.zeros((), dtype=torch.bool, device="meta")
     for batch in range(1, 50):
         engine.end_batch()
         try:
@@ -180,3 +181,26 @@ def test_a_flag_on_a_gpu_is_read_rarely() -> None:
         except RuntimeError:
             read.append(batch)
     assert read == [16, 32, 48]
+
+
+STRIDED = (4, 4, 1, 1), (4, 1, 4, 4)
+
+
+class Largest(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.amax((2, 3), keepdim=True).as_strided(*STRIDED)
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_pooling_to_a_single_pixel_is_followed(memory: torch.memory_format) -> None:
+    """With channels last it sees its averages with other strides, for which every batch was verified."""
+    x = torch.randn(4, 2, 5, 5).contiguous(memory_format=memory)
+    verified = []
+    for pool in (nn.AdaptiveAvgPool2d(1), Largest()):
+        model = nn.Sequential(nn.Conv2d(2, 4, 2), pool, nn.Flatten(), nn.Linear(4, 3))
+        verified.append(nm.fisher_diagonal(model, [x] * 5).provenance.verified)
+    assert verified[0] < verified[1] == 5
+    mean = torch.randn(4, 4, 3, 3, requires_grad=True).mean((2, 3), keepdim=True)
+    assert leaves_in_place(mean.as_strided(*STRIDED).grad_fn)
+    for moved in ((4, 4, 1, 1), (1, 4, 1, 1)), ((3, 4, 1, 1), (4, 1, 1, 1), 4), ((4, 4, 1, 1), (0, 1, 1, 1)):
+        assert not leaves_in_place(mean.as_strided(*moved).grad_fn)

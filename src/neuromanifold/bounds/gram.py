@@ -155,11 +155,10 @@ class GramRun(ABC):
         with self.problem.session(), self._method.attached():
             for batch in self.problem.batches(progress=progress, description=self.description):
                 self._take(batch)
-                self.counts.batches = self.counts.next = batch.number + 1
+                self.counts.end_batch(batch.number + 1)
         self._method.validation.flush()
         self.counts.synchronize()
-        self.counts.note(self._method)
-        self.counts.passes = self._method.passes + self._passes
+        self.counts.note(self._method, self._passes)
         if not self.counts.samples:
             advice = "A generator can be used up only once; pass a list or a DataLoader. Ignored samples do not count."
             got = f"{self.counts.batches} batches"

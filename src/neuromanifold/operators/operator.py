@@ -27,7 +27,7 @@ from neuromanifold.problem.cotangents import batch_seed
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem, refuse_a_part
-from neuromanifold.problem.unchanged import model_states
+from neuromanifold.problem.unchanged import CarriedState
 from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
 
 Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
@@ -140,7 +140,7 @@ class FisherOperator(Metric):
         self.precision = torch.float64 if exact else torch.float32
         self._seed = seed
         self._count: list[int] = []  # of samples and of positions; shared by views
-        self._carries_state = False  # whether a forward pass changes buffers or attributes of the model
+        self._carried = CarriedState(problem.model)
         self._jacobian = JacobianProducts(problem.model, problem.parameters)
         self._choose_method()
 
@@ -234,7 +234,7 @@ class FisherOperator(Metric):
                     u += one * along.view(-1, *[1] * (u.ndim - 1))
                 return u
 
-        restore = model_states(self.problem.model) if self._carries_state else None
+        restore = self._carried.noted() if self._carried.found else None
 
         def evaluate() -> Outputs:
             if restore is not None:  # the columns of a block take several forward passes, which begin alike
@@ -264,9 +264,9 @@ class FisherOperator(Metric):
         chosen = False
         with self.problem.session():
             for batch in self._batches.batches():
-                restore = model_states(self.problem.model)
+                restore = self._carried.noted()
                 outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
-                self._carries_state |= restore()
+                restore()
                 self.problem.distributions(outputs)
                 enough = self.problem.inspect(batch, outputs) or chosen
                 if len(outputs.logits) and not chosen:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
 
@@ -53,14 +53,10 @@ class PerSampleBackward:
         uses: Uses,
         plan: Plan,
         late: Tensor | None = None,
-        tokens: frozenset[Key] = frozenset(),
     ) -> None:
-        """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros.
-
-        `tokens`: uses whose gradients are given for each position of each sample (`tokens.py`).
-        """
+        """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros."""
         self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
-        self._tokens = tokens
+        self._tokens = plan.tokens or frozenset()
         self._edges: list[tuple[Use, Site, GradientEdge]] = []
         """Where gradients are asked for, besides the captured calls."""
         for use in uses.supported:
@@ -82,15 +78,15 @@ class PerSampleBackward:
     ) -> list[Tensor | None]:
         """Add per-sample gradients to `to`; return the remaining parameters' gradients, summed over the batch."""
 
-        def consume(capture: Capture, g: Tensor) -> None:
+        def consume(capture: Capture, g: Tensor) -> bool:
             use = self.uses.by_capture.get(capture)
             if use is None:
-                return
+                return False
             layout = self.plan.layouts[use.key]
-            if not layout.shared:  # else g is the sum over the samples; its parts are taken where it is broadcast
-                self._take(use, g, layout, to, made_by, observer)
-                if not keep_graph:
-                    capture.x = _NOTHING  # autograd frees what it has used, too
+            if layout.shared:  # g is the sum over the samples; its parts are taken where it is broadcast
+                return False
+            self._take(use, g, layout, to, made_by, observer)
+            return not keep_graph
 
         self._waiting = {}
         with self._hooks.consumed_by(consume):
@@ -101,17 +97,13 @@ class PerSampleBackward:
 
     def with_tokens(self, tokens: frozenset[Key]) -> PerSampleBackward:
         """Return the same with gradients of each position for these uses."""
-        return PerSampleBackward(self._hooks, self.parameters, self.uses, self.plan, self._late, tokens)
-
-    @property
-    def by_token(self) -> frozenset[int]:
-        """Parameters whose gradients are given for each position."""
-        return frozenset(i for use in self.uses.supported if use.key in self._tokens for i in use.parameters.values())
+        plan = replace(self.plan, tokens=tokens)
+        return PerSampleBackward(self._hooks, self.parameters, self.uses, plan, self._late)
 
     @property
     def all_by_token(self) -> bool:
-        """Whether the gradients of all parameters are."""
-        return not self.uses.remaining and self.by_token == self.uses.counts.keys()
+        """Whether the gradients of all parameters are given for each position."""
+        return not self.uses.remaining and self.uses.parameters_of(self._tokens) == self.uses.counts.keys()
 
     def how_many_at_once(self, logits: Tensor, count: int) -> int:
         """Return how many of `count` cotangents to send back in one pass: one, unless all uses are captured calls."""
@@ -170,7 +162,12 @@ class PerSampleBackward:
     def is_finite(self, logits: Tensor, cotangent: Tensor) -> bool:
         """Return whether a cotangent goes through the network without overflow; the graph is kept."""
         sums: list[Tensor] = []
-        with self._hooks.consumed_by(lambda _, g: sums.append(g.float().sum())):
+
+        def consume(_: Capture, g: Tensor) -> bool:
+            sums.append(g.float().sum())
+            return False
+
+        with self._hooks.consumed_by(consume):
             _, *found = _gradients(logits, self._targets, cotangent)
         sums.extend(dense(g).float().sum() for g in found if g is not None)
         return all(bool(torch.isfinite(value)) for value in sums)
@@ -313,9 +310,6 @@ class BatchBackward:
             return found
 
         return self.scale.fit(logits, cotangent, attempt)
-
-
-_NOTHING = torch.empty(0)
 
 
 def _gradients(

@@ -96,6 +96,18 @@ def reads_values(node: Node) -> bool:
     return below is not None and not hasattr(below, "variable")
 
 
+def leaves_in_place(node: Node) -> bool:
+    """Return whether an `as_strided` sees all entries of a new mean where they are, with other strides of single ones.
+
+    So does pooling to one pixel with channels last, [n, c, h, w] ─ mean ─► [n, c, 1, 1] ─ as_strided ─► [n, c, 1, 1].
+    """
+    shape, ((below, output), *_) = shape_of(node), node.next_functions
+    if below is None or operation(below) != "Mean" or shape_of(below, output) != shape or node._saved_storage_offset:
+        return False
+    strides = zip(shape, node._saved_stride, torch.empty(shape, device="meta").stride(), strict=True)
+    return all(size == 1 or own == dense for size, own, dense in strides)
+
+
 def follow(order: Sequence[Node], samples: int, identities: frozenset[str], before: int = 1) -> dict[Node, Place]:
     """Return for each node where its (first) output has the samples.
 
@@ -289,6 +301,11 @@ def _along(op: _Followed) -> list[Place]:
 @_of("NativeLayerNorm", "FusedRmsNorm")
 def _normalised(op: _Followed) -> list[Place]:
     return op.first_only(op.dim < len(op.out) - len(op.node._saved_normalized_shape))
+
+
+@_of("AsStrided")
+def _restrided(op: _Followed) -> list[Place]:
+    return op.first_only(leaves_in_place(op.node))
 
 
 @_of("Tril", "Triu")

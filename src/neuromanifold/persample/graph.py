@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.experts import CASTS, ExpertSite, expert_site, picks_matrices
-from neuromanifold.persample.follow import shape_of, shifted_dims, takes_own_rows
+from neuromanifold.persample.follow import leaves_in_place, shape_of, shifted_dims, takes_own_rows
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
 from neuromanifold.persample.layouts import Layout, stacked
 
@@ -243,6 +243,8 @@ def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
             part += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
         elif name == "ConstantPadNdBackward0":
             part.append(shifted_dims(node))
+        elif name.startswith("AsStridedBackward"):
+            part.append(leaves_in_place(node))
         for below, output in node.next_functions:
             part += (numbers.get(below), output)
         parts.append(tuple(part))

@@ -25,8 +25,9 @@ from torch.nn.utils import parametrize
 from neuromanifold.persample.rules import Place, Rule, find_rule, parametrized_places, parametrized_rule
 
 _PLAIN = (int, float, str, tuple, list, type(None))
-Consume = Callable[["Capture", Tensor], None]
-"""Takes a captured call and the gradient of its output, during a backward pass."""
+_FREED = torch.empty(0)
+Consume = Callable[["Capture", Tensor], bool]
+"""Takes a captured call and the gradient of its output, during a backward pass; says whether its input is freed."""
 
 
 @dataclass(eq=False)
@@ -90,8 +91,8 @@ class CaptureGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Hand the gradient to whoever consumes it during this backward pass, and return it."""
-        if ctx.hooks.consume is not None:
-            ctx.hooks.consume(ctx.capture, g)
+        if ctx.hooks.consume is not None and ctx.hooks.consume(ctx.capture, g):
+            ctx.capture.x = _FREED  # autograd frees what it has used, too
         return g, None, None, None
 
 

@@ -8,7 +8,7 @@ excluded, and left to autograd for the rest of the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
@@ -145,6 +145,10 @@ class Uses:
                 counts[i] = counts.get(i, 0) + 1
         return counts
 
+    def parameters_of(self, keys: Set[Key]) -> frozenset[int]:
+        """Return the parameters of some of the uses that are done per sample."""
+        return frozenset(i for use in self.supported if use.key in keys for i in use.parameters.values())
+
     def places(self) -> dict[Key, Place]:
         """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
         return {} if self.samples == 1 else self._of_uses(self.samples, 1)
@@ -164,9 +168,9 @@ class Plan:
     """How the uses in graphs of one signature are read; nothing is left to decide when it is executed."""
 
     layouts: Mapping[Key, Layout]
-    excluded: frozenset[int] = frozenset()
     followed: bool = False  # whether the signature alone decides which row belongs to which sample
     unverified: frozenset[Key] = frozenset()  # uses at which only zeros were seen
+    tokens: frozenset[Key] | None = None  # whose gradients are given for each position (`tokens.py`); None: not tried
 
 
 def discover(

@@ -13,8 +13,9 @@ agreed on before it is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,6 +141,16 @@ class Shards:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def any_process(shards: Shards | None, what: str, flag: bool) -> bool:
+    """Whether a flag is set in any of the processes that have parts of the parameters; without parts, in this one."""
+    return flag if shards is None else any(shards.processes.gather(what, flag))
+
+
+def union_of_processes(shards: Shards | None, what: str, numbers: Set[int]) -> frozenset[int]:
+    """Return the numbers of all processes that have parts of the parameters; without parts, those of this one."""
+    return frozenset(numbers if shards is None else chain(*shards.processes.gather(what, sorted(numbers))))
 
 
 Take = Callable[[int, str, Tensor], None]

@@ -23,7 +23,7 @@ from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.gradients import Form
 from neuromanifold.persample.plan import Key, Use, connected
-from neuromanifold.persample.shards import Shards
+from neuromanifold.persample.shards import Shards, union_of_processes
 
 _TOLERANCE = 1e-3  # of a sum, relative to the size of its terms: both sides add the same numbers
 
@@ -47,13 +47,12 @@ def token_uses(backward: PerSampleBackward, logits: Tensor, shards: Shards | Non
         return found == {(positions, places.get(use.key))}
 
     apart = [(numbers, members) for numbers, members in connected(uses.supported) if all(map(fits, members))]
-    if shards is not None:
-        of_all = shards.processes.gather("token uses", sorted(i for numbers, _ in apart for i in numbers))
-        apart = [one for one in apart if all(one[0] <= set(found) for found in of_all)]
+    own = set(range(len(backward.parameters))).difference(*(numbers for numbers, _ in apart))
+    others = union_of_processes(shards, "token uses", own)
+    apart = [(numbers, members) for numbers, members in apart if numbers.isdisjoint(others)]
     keys = frozenset(use.key for _, members in apart for use in members)
-    wrong = _wrong(backward, logits, keys, {i for numbers, _ in apart for i in numbers}, shards) if keys else set()
-    if shards is not None:
-        wrong = {i for found in shards.processes.gather("token errors", sorted(wrong)) for i in found}
+    found = _wrong(backward, logits, keys, {i for numbers, _ in apart for i in numbers}, shards) if keys else set()
+    wrong = union_of_processes(shards, "token errors", found)
     return frozenset(use.key for numbers, members in apart if numbers.isdisjoint(wrong) for use in members)
 
 

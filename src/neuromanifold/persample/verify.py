@@ -25,7 +25,7 @@ from neuromanifold.persample.gradients import Dense, Form, root_mean_square
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.layouts import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
-from neuromanifold.persample.shards import LayerSums, Shards
+from neuromanifold.persample.shards import LayerSums, Shards, any_process, union_of_processes
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
@@ -58,40 +58,23 @@ class Reference:
         layers.flush()
         return cls(_some(logits), parts, shards)
 
-    def any(self, what: str, flag: bool) -> bool:
-        """Whether a flag is set in any of the processes that have parts of the parameters."""
-        return flag if self.shards is None else any(self.shards.processes.gather(what, flag))
-
-    def union(self, what: str, numbers: Set[int]) -> frozenset[int]:
-        """Return the numbers of all processes that have parts of the parameters."""
-        if self.shards is None:
-            return frozenset(numbers)
-        return frozenset().union(*self.shards.processes.gather(what, sorted(numbers)))
-
 
 def make_plan(
-    uses: Uses,
-    logits: Tensor,
-    reference: Reference,
-    hooks: Hooks,
-    parameters: list[nn.Parameter],
-    excluded: frozenset[int],
-) -> Plan:
-    """Return a plan whose per-sample gradients are verified; what does not pass is among its excluded parameters.
-
-    If there are more of them than before, forward has to be repeated without them.
-    """
-    covered = frozenset(uses.counts) | uses.unsupported
-    if reference.any("other logits", not _same_logits(_some(logits), reference.logits)):
-        return Plan({}, excluded | covered)  # hooks change what the model computes, or it never computes it twice
-    if unsupported := reference.union("unsupported", uses.unsupported):
-        return Plan({}, excluded | unsupported)
+    uses: Uses, logits: Tensor, reference: Reference, hooks: Hooks, parameters: list[nn.Parameter]
+) -> tuple[Plan, frozenset[int]]:
+    """Return a plan whose per-sample gradients are verified, and the parameters that did not pass."""
+    shards = reference.shards
+    if any_process(shards, "other logits", not _same_logits(_some(logits), reference.logits)):
+        # hooks change what the model computes, or it never computes it twice
+        return Plan({}), frozenset(uses.counts) | uses.unsupported
+    if unsupported := union_of_processes(shards, "unsupported", uses.unsupported):
+        return Plan({}), unsupported
     candidates, expected = preferred(uses)
     pending = combinations(uses, candidates)  # of layouts, for each group of parameters that share uses
     chosen = {group: next(choices) for group, choices in pending.items()}
     best: dict[frozenset[int], tuple[frozenset[int], dict[Key, Layout]]] = {}  # which fail, with which layouts
     while True:
-        plan = Plan({key: layout for own in chosen.values() for key, layout in own.items()}, excluded)
+        plan = Plan({key: layout for own in chosen.values() for key, layout in own.items()})
         check = Verification(uses, plan, logits, reference, hooks, parameters)
         for group in list(pending):
             failed = check.failed & group
@@ -101,12 +84,12 @@ def make_plan(
             chosen[group] = following or best[group][1]
             if following is None:
                 del pending[group]
-        if not reference.any("pending", bool(pending)):
+        if not any_process(shards, "pending", bool(pending)):
             break
     layouts = {key: layout for own in chosen.values() for key, layout in own.items()}
     wrong = (check.failed - uses.counts.keys()).union(*(failed for failed, _ in best.values()))
     followed = uses.samples == 1 or all(expected.get(key) == layout for key, layout in layouts.items())
-    return Plan(layouts, excluded | wrong, followed, check.zero)
+    return Plan(layouts, followed, check.zero), wrong
 
 
 class Verification:
@@ -125,8 +108,10 @@ class Verification:
         """Uses at which nothing but zeros was captured: nothing is known about them."""
         refused = seen.refusing | sums.misshapen
         # also those whose calls do not reach the logits with hooks, but do without: by a derivative inside of forward
-        expected = reference.union("expected", uses.counts.keys() | reference.gradients.keys() - set(uses.remaining))
-        self.failed = reference.union("failed", frozenset(refused) | seen.wrong(expected, sums))
+        own = uses.counts.keys() | reference.gradients.keys() - set(uses.remaining)
+        expected = union_of_processes(reference.shards, "expected", own)
+        failed = refused | seen.wrong(expected, sums)
+        self.failed = union_of_processes(reference.shards, "failed", failed)
         """Parameters whose per-sample gradients are not autograd's."""
 
 

@@ -132,6 +132,22 @@ def model_states(model: nn.Module) -> Callable[[], bool]:
     return restore
 
 
+class CarriedState:
+    """Whether forward passes of a model carry anything over to the next one, as far as was seen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.found = model, False
+
+    def noted(self) -> Callable[[], None]:
+        """Return `model_states` as a function that notes whether there was anything to put back."""
+        restore = model_states(self._model)
+
+        def restore_and_note() -> None:
+            self.found = restore() or self.found
+
+        return restore_and_note
+
+
 class _Buffers:
     """The buffers of one module as they were: which tensors, and what was in them."""
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
+from neuromanifold.persample import findings
 from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, SharedSums, StatefulSums
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
@@ -285,12 +286,7 @@ def merged_methods(states: list[dict[str, Any]]) -> dict[str, Any]:
     first = dict(states[0])
     first["passes"] = sum(state["passes"] for state in states)
     if engines := [state["engine"] for state in states if "engine" in state]:
-        union = {name: sorted({i for one in engines for i in one[name]}) for name in ("excluded", "remaining")}
-        verified, late = sum(one["verified"] for one in engines), any(one["late"] for one in engines)
-        batches = max(one["batches"] for one in engines)
-        by_token = [set(one["tokens"]) for one in engines if one["tokens"] is not None]
-        tokens = sorted(set.intersection(*by_token)) if by_token else None
-        first["engine"] = {**union, "batches": batches, "verified": verified, "late": late, "tokens": tokens}
+        first["engine"] = findings.merged(engines)
     return first
 
 

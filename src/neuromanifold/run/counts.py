@@ -15,13 +15,13 @@ from neuromanifold.problem.progress import RunProgress
 from neuromanifold.run.methods import Method
 
 _KEPT = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
-_SHARED = ("passes", "verified", "methods", "stopped", "first")  # by processes, at the end
+_NOTED = ("passes", "verified", "methods")  # of the method, which has a state of its own in a checkpoint
 _METHODS = ("token", "sample", "sample, one by one", "batch")  # from fine to coarse
 
 
 @dataclass
 class Counts:
-    """What a run has seen."""
+    """What a run has seen, counted by its methods alone; `total` returns what all of its processes have seen."""
 
     samples: int = 0
     positions: int = 0
@@ -37,20 +37,28 @@ class Counts:
     running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
     running_positions: int | Tensor = 0
     processes: int = 1  # that have shared the run
-    left_out: int = 0  # samples without a pass, for which others have larger weights
+    left_out: int = 0  # samples without a pass
     noise_shares: tuple[float | Tensor, float | Tensor] | None = None  # `Estimator.noise_shares`, over some batches
 
     def add(self, outputs: Outputs) -> None:
-        """Count one more batch."""
+        """Count the samples of a batch, or of a part of one."""
         self.running_samples = self.running_samples + outputs.samples
         self.running_positions = self.running_positions + outputs.positions
-        self.batches += 1
         self.unit = "sequence" if outputs.logits.ndim == 3 else "sample"
         self.dtype = str(outputs.logits.dtype).removeprefix("torch.")
 
-    def note(self, method: Method) -> None:
-        """Note how the batches were done."""
-        self.passes, self.verified, self.methods = method.passes, method.verified, method.methods()
+    def end_batch(self, end: int) -> None:
+        """Count a batch, all of whose samples have been added; the data have been read up to batch `end`."""
+        self.batches += 1
+        self.next = max(self.next, end)
+
+    def leave_out(self, samples: int) -> None:
+        """Count samples without a pass, for which others have larger weights."""
+        self.left_out += samples
+
+    def note(self, method: Method, more_passes: int = 0) -> None:
+        """Note how the batches were done, with how many backward passes besides those of the method."""
+        self.passes, self.verified, self.methods = method.passes + more_passes, method.verified, method.methods()
 
     def add_noise_shares(self, shares: tuple[float | Tensor, float | Tensor] | None) -> None:
         """Add those of one more batch; None: all of the bound is noise."""
@@ -86,10 +94,13 @@ class Counts:
         self.add_noise_shares(state["noise_shares"])
         self.running_samples, self.running_positions = self.samples, self.positions
 
-    def shared(self) -> dict[str, Any]:
-        """Return what other processes need for `total`; waits for a GPU."""
+    def shared(self, stopped: str = "", first: str = "") -> dict[str, Any]:
+        """Return what other processes need for `total`; waits for a GPU.
+
+        `stopped`: why the run has ended before the data; `first`: the fingerprint of batch 0 of the data.
+        """
         self.synchronize()
-        return self.state() | {name: getattr(self, name) for name in _SHARED}
+        return self.state() | {name: getattr(self, name) for name in _NOTED} | {"stopped": stopped, "first": first}
 
     @classmethod
     def total(cls, of_all: list[dict[str, Any]]) -> Counts:

@@ -296,7 +296,7 @@ def _run(
         error = relative_error(counts, sums)
         if error is not None and error > rtol:
             found = f"relative standard error {error:.3g} after {counts.batches} batches"
-            counts.stopped = f"rtol {rtol:g} not reached: {found}"
+            counts = replace(counts, stopped=f"rtol {rtol:g} not reached: {found}")
             text = f"`rtol={rtol:g}` was not reached: {found}, when the data ended. Use more data, more probes "
             text += "(nm.Hutchinson(probes=4)), or a larger rtol."
             warn(text, ToleranceNotReachedWarning)

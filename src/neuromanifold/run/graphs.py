@@ -204,9 +204,15 @@ class CapturedSteps:
     def _eagerly(self, batch: Batch) -> Outputs:
         if self._sums is None:
             return self._method(batch, self._all_sums)
+        outputs = self._passes(batch, self._sums)
+        self._method.end_batch(batch)
+        return outputs
+
+    def _passes(self, batch: Batch, sums: DiagonalSums) -> Outputs:
         with self._tape.reported_as(self._reported):  # the same in all batches, so that a model does the same
             outputs = self._method.forward(batch)
-        self._method.complete(batch, outputs, self._sums)
+        self._method.seed(batch.number)
+        self._method.backward(outputs, sums)
         return outputs
 
     @contextmanager
@@ -214,7 +220,7 @@ class CapturedSteps:
         """Postpone what is read back now and then; whether outputs are finite is given out."""
         sums.may_synchronize = False
         try:
-            with self._method.without_synchronization(), self._method.validation.postponed() as found:
+            with self._method.validation.postponed() as found:
                 yield found
         finally:
             sums.may_synchronize = True
@@ -223,7 +229,8 @@ class CapturedSteps:
         """Run eagerly, without reading anything back; a model that waits for the device is not captured."""
         watched = self._tape.watch_synchronization()
         with self._nothing_read_back(sums) as found, self._timed() as seconds, watched as noted:
-            outputs = self._eagerly(batch)
+            outputs = self._passes(batch, sums)
+        self._method.end_batch(batch)
         if seconds:
             launched, self._eager_seconds[key] = seconds
             if launched < _LAUNCHING * self._eager_seconds[key]:

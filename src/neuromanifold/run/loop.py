@@ -77,9 +77,8 @@ def run(
                 if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
                     raise
                 stopping.interrupt()
-        counts.stopped, counts.first = stopping.reason, windows.first
         windows.compare(ended=not stopping.reason)
-        counts = Counts.total(processes.gather("counts", counts.shared()))
+        counts = Counts.total(processes.gather("counts", counts.shared(stopping.reason, windows.first)))
         processes.reduce(sums)
         processes.barrier(problem.device)
     if not counts.samples:
@@ -142,7 +141,7 @@ class Steps:
         for batch, outputs in zip(batches, self._do_passes(batches), strict=True):
             self._examine(batch, outputs)
             self._counts.add(outputs)
-        self._counts.next = max(self._counts.next, window.end)
+            self._counts.end_batch(window.end)
         self._counts.note(self._method)
 
     def synchronize(self) -> None:

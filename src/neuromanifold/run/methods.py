@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import islice
 from typing import Any
@@ -17,13 +17,13 @@ from neuromanifold.core.checks import warn
 from neuromanifold.estimators import Adaptive, Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
 from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
-from neuromanifold.persample.engine import PerSampleGradients
+from neuromanifold.persample.engine import Again, PerSampleGradients
 from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.unchanged import model_states
+from neuromanifold.problem.unchanged import CarriedState, model_states
 from neuromanifold.run.settings import Settings
 
 
@@ -105,11 +105,6 @@ class Method(ABC):
     def verifies_every_batch(self) -> bool:
         """Whether all further batches have to be verified."""
         return False
-
-    @contextmanager
-    def without_synchronization(self) -> Iterator[None]:
-        """Read nothing back from a GPU inside, as in the capture of a CUDA graph."""
-        yield
 
     @abstractmethod
     def forward(self, batch: Batch) -> Outputs:
@@ -202,6 +197,7 @@ class PerSample(Method):
         self._remaining_per_batch = estimator.centred and granularity == "auto"
         """Whether the gradient of the batch is squared for parameters without per-sample gradients; else each sample
         has a backward pass of its own for them."""
+        self._carried = CarriedState(problem.model)
         self.captured: PerSampleBackward | None = None
         """The backward pass through the last forward pass."""
         self._warned: set[int] = set()
@@ -209,39 +205,60 @@ class PerSample(Method):
     @property
     @override
     def verified(self) -> int:  # type: ignore[override]
-        return self.engine.verified
+        return self.engine.findings.verified
 
     @property
     @override
     def left_to_autograd(self) -> int:  # type: ignore[override]
-        return len(self.engine.excluded)
+        return len(self.engine.findings.excluded)
 
     @property
     @override
     def must_run_eagerly(self) -> bool:
-        return self.engine.needs_reference or self.engine.follows_values
+        return self.engine.must_verify() or self.engine.findings.follows_values
 
     @property
     @override
     def verifies_every_batch(self) -> bool:
-        return self.engine.every_batch
-
-    @contextmanager
-    @override
-    def without_synchronization(self) -> Iterator[None]:
-        self.engine.may_synchronize = False
-        try:
-            yield
-        finally:
-            self.engine.may_synchronize = True
+        return self.engine.findings.every_batch
 
     @override
     def attached(self) -> AbstractContextManager[None]:
         return self.engine.attached()
 
     @override
-    def forward(self, batch: Batch) -> Outputs:
-        outputs, self.captured = captured_forward(self.problem, batch, self.engine, self.settings.estimator)
+    def forward(self, batch: Batch, *, verify: bool = False) -> Outputs:
+        """Run the model with hooks, and verify if that is due, or asked for.
+
+        The forward pass is repeated until all parameters that are captured have per-sample gradients that pass the
+        verification.  All forward passes of a batch begin with the same random states, buffers and attributes, so that
+        noise inside of a model is no difference, and a model that carries a state from batch to batch does so once for
+        each batch.  A model that fails with hooks, and not without, is left to autograd.
+        """
+        engine, carried, estimator = self.engine, self._carried, self.settings.estimator
+        restore, reference = carried.noted() if carried.found else None, None
+        engine.release()
+        verify = engine.must_verify(verify)
+        while True:
+            if verify and reference is None:
+                restore = restore or carried.noted()
+                reference = engine.reference(self.problem.evaluate(batch, estimator).logits)
+                restore()
+            try:
+                with engine.capturing():
+                    outputs = self.problem.evaluate(batch, estimator)
+            except Exception:
+                if reference is None or engine.excludes_all:
+                    raise
+                engine.exclude_all()
+            else:
+                found = engine.backward_of(outputs.logits, reference)
+                if not isinstance(found, Again):
+                    break
+                verify = verify or found is Again.UNVERIFIED
+            if restore is not None:
+                restore()
+        self.captured = found
         if not self._remaining_per_batch:
             self._warn_if_slow()
         return outputs
@@ -273,8 +290,8 @@ class PerSample(Method):
     def verify_late(self, batch: Batch) -> None:
         if self.engine.came_late:
             restore = model_states(self.problem.model)
-            self.engine.require_reference()
-            captured_forward(self.problem, batch, self.engine, self.settings.estimator)
+            self.forward(batch, verify=True)
+            self.captured = None
             self.engine.release()
             restore()
 
@@ -284,12 +301,12 @@ class PerSample(Method):
 
     @override
     def state(self) -> dict[str, Any]:
-        return super().state() | {"engine": self.engine.state(), "exponent": self._scale.exponent}
+        return super().state() | {"engine": self.engine.findings.state(), "exponent": self._scale.exponent}
 
     @override
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
-        self.engine.set_state(state["engine"])
+        self.engine.findings.set_state(state["engine"], self.problem.device)
         self._scale.exponent = state["exponent"]
 
     def _add_one(
@@ -336,51 +353,17 @@ class PerSample(Method):
         return self._scale.fit(logits, cotangent, attempt)[1] if self._scale.is_needed(logits) else 1.0
 
     def _warn_if_slow(self) -> None:
-        new = [self.engine.names[i] for i in sorted(self.engine.remaining - self._warned)]
-        if not new:
+        remaining = self.engine.findings.remaining
+        if remaining <= self._warned:
             return
-        self._warned |= self.engine.remaining
+        new = [self.engine.names[i] for i in sorted(remaining - self._warned)]
+        self._warned |= remaining
         shown = ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else "")
         text = f"No per-sample rule covers {shown}: these take one backward pass for each sample, which is exact but "
         text += (
             "slow. Leave them out with `parameters`, write a rule (nm.rule), or use an estimator with random probes."
         )
         warn(text, SlowPathWarning)
-
-
-def captured_forward(
-    problem: Problem, batch: Batch, engine: PerSampleGradients, estimator: Estimator | None = None
-) -> tuple[Outputs, PerSampleBackward]:
-    """Run the model with hooks, verify if it is due; return its outputs and how to send cotangents back.
-
-    The forward pass is repeated until all parameters that are captured have per-sample gradients that pass the
-    verification.  All forward passes of a batch begin with the same random states, buffers and attributes, so that
-    noise inside of a model is no difference, and a model that carries a state from batch to batch does so once for each
-    batch.  A model that fails with hooks, and not without, is left to autograd.
-    """
-    restore: Callable[[], bool] | None = model_states(problem.model) if engine.carries_state else None
-    reference = None
-    engine.release()
-    while True:
-        if engine.needs_reference and reference is None:
-            restore = restore or model_states(problem.model)
-            outputs = problem.evaluate(batch, estimator)
-            reference = engine.reference(outputs.logits)
-            del outputs
-            engine.carries_state |= restore()
-        try:
-            with engine.capturing():
-                outputs = problem.evaluate(batch, estimator)
-        except Exception:
-            if reference is None or len(engine.excluded) == len(engine.parameters):
-                raise
-            engine.exclude_all()
-        else:
-            backward = engine.backward_of(outputs.logits, reference)
-            if backward is not None:
-                return outputs, backward
-        if restore is not None:
-            restore()
 
 
 def _independent_tokens(estimator: Estimator) -> bool:

@@ -110,6 +110,13 @@ class Interrupts:
         """Whether Ctrl-C has come and waits."""
 
     @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Ctrl-C is only noted in `asked` while inside, for a run whose other processes have to hear of it."""
+        self.in_batch = True
+        with self.watched():
+            yield
+
+    @contextmanager
     def watched(self) -> Iterator[None]:
         """Ctrl-C is handled while inside."""
         main = threading.current_thread() is threading.main_thread()

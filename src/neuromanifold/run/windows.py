@@ -114,7 +114,7 @@ class AdaptiveSteps:
             size, generator = max(one.samples for one in window), self._method.generator
             allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, generator))
         kept = chosen(allocation.keep, self._method.generator)
-        self._counts.left_out += len(scores.trace) - len(kept)
+        self._counts.leave_out(len(scores.trace) - len(kept))
         owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
@@ -163,7 +163,7 @@ class AdaptiveSteps:
             samples = self._problem.samples_of(batch, first)
             keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
             rows = chosen(keep, self._method.generator)
-            self._counts.left_out += samples - len(rows)
+            self._counts.leave_out(samples - len(rows))
             if len(rows):
                 part = gather([SomeSamples(batch, samples, rows)], self._problem.batch_dim)
                 first = self._run(part, 1, keep[rows], torch.ones(len(rows)), [])

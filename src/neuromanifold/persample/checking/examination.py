@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from neuromanifold.core.checks import message
 from neuromanifold.persample.accumulate import KeptForms, Pass
+from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.checking.inputs import Inputs, Network, own_parameters, rows, shared, twice
-from neuromanifold.persample.engine import PerSampleGradients
+from neuromanifold.persample.engine import Again, PerSampleGradients
 from neuromanifold.persample.gradients import Form, PowerSums
 from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule
 from neuromanifold.reference.layer import sample_gradients
@@ -131,16 +132,17 @@ class RuleExamination:
         output = net(given)
         g = torch.randn(output.shape, generator=self.generator).to(output)
         expected = sample_gradients(output, list(own.values()), g)
-        engine, kept, backward = PerSampleGradients(net, own), KeptForms(), None
+        engine, kept = PerSampleGradients(net, own), KeptForms()
+        backward: PerSampleBackward | Again = Again.UNVERIFIED
         with self._reported(case, list(own)), torch.enable_grad(), engine.attached():
             reference = engine.reference(net(given))
-            while backward is None:
+            while isinstance(backward, Again):
                 with engine.capturing():
                     logits = net(given)
                 backward = engine.backward_of(logits, reference)
             backward(logits, g, kept, Pass(), keep_graph=False)
             for i, name in enumerate(own):
-                if i in engine.remaining:
+                if i in engine.findings.remaining:
                     self._blame(name, f"{case}: the rule is not used, since its gradients are not those of autograd")
                 elif i not in kept.forms:
                     self._blame(name, f"{case}: nothing is returned for it")

@@ -66,25 +66,22 @@ def run_sharded(
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
     saved.resume(options.shard, dealing.own_data)
     mine, reporter = _Mine(items, dealing, saved), Reporter(options.progress if shows else False)
-    rounds, interrupts = saved.done.bit_count() // processes.world, Interrupts(wanted=True)
+    rounds, interrupts, stopped = saved.done.bit_count() // processes.world, Interrupts(wanted=True), ""
     if rounds and accuracy.rtol is not None and is_due(rounds):
-        counts.stopped = _looked(shards, counts, sums, accuracy)
-    with method.attached(), interrupts.watched(), processes.losses_named():
-        while not counts.stopped:
-            interrupts.in_batch = True  # Ctrl-C waits: the other processes have to hear of it
+        stopped = _looked(shards, counts, sums, accuracy)
+    with method.attached(), interrupts.noted(), processes.losses_named():
+        while not stopped:
             entry = mine.following()
             flags = [entry is not None, method.engine.came_late, saved.is_due, interrupts.asked]
             there, late, due, asked = zip(*in_step.gather("round", flags), strict=True)
             if any(due) or any(asked) or not any(there):
                 saved.write(*mine.chain.end)
             if any(asked):
-                counts.stopped = _interrupted(asked, processes, counts, options)
-            if counts.stopped or not any(there):
+                stopped = _interrupted(asked, processes, counts, options)
+            if stopped or not any(there):
                 break
-            if any(late):
-                method.engine.require_reference()
             batch = problem.read(*(entry or mine.spare()))
-            outputs = method.forward(batch)
+            outputs = method.forward(batch, verify=any(late))
             if entry:
                 method.seed(batch.number)
                 method.backward(outputs, sums)
@@ -100,16 +97,15 @@ def run_sharded(
             rounds += 1
             counts.note(method)
             if accuracy.rtol is not None and is_due(rounds):
-                counts.stopped = _looked(shards, counts, sums, accuracy)
-        if counts.stopped:
+                stopped = _looked(shards, counts, sums, accuracy)
+        if stopped:
             saved.write(*mine.chain.end)
         else:
             saved.check_length(mine.read)
-    counts.first = mine.first
     if dealing.compares:
-        mine.chain.compare(processes, not counts.stopped)
+        mine.chain.compare(processes, not stopped)
     counts.note(method)
-    counts = Counts.total(processes.gather("counts", counts.shared()))
+    counts = Counts.total(processes.gather("counts", counts.shared(stopped, mine.first)))
     if isinstance(sums, TraceSums):
         processes.reduce(sums)
     if not counts.samples:
@@ -148,7 +144,7 @@ def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs, ind
     if not counts.batches:
         problem.inspect(batch, outputs)
     counts.add(outputs)
-    counts.next = batch.number + 1
+    counts.end_batch(batch.number + 1)
 
 
 def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:

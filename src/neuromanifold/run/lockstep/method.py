@@ -50,8 +50,8 @@ class Lockstep(PerSample):
             self._remaining_per_batch = True
 
     @override
-    def forward(self, batch: Batch) -> Outputs:
-        outputs = super().forward(batch)
+    def forward(self, batch: Batch, *, verify: bool = False) -> Outputs:
+        outputs = super().forward(batch, verify=verify)
         if not len(outputs.logits):
             text = message("batch", "of at least one sample", "an empty one")
             raise ValueError(f"Batch {batch.number} of `data`: {text}")
