@@ -101,8 +101,8 @@ def main() -> None:
     text = [
         "# Routed experts: squares per sample",
         f"{head} · transformers {transformers.__version__}",
-        "A Mixtral with 2 layers, 8 experts and 2 of them for each token, `nm.Hutchinson()`. Before: without the rule for "
-        "experts and without following samples through indices, as until now.",
+        "A Mixtral with 2 layers, 8 experts and 2 of them for each token, `nm.Hutchinson()`. Before: without the rule "
+        "for experts and without following samples through indices, as until now.",
         f"## Error\n\nΣ|F̂ - F| / ΣF, mean of 20 seeds; 4 batches of 8 sequences of 12 tokens; {EXACT}.",
         errors(),
         f"## Time\n\nProcessor time over that of forward + backward (interleaved, medians of {options.repeats}); 8 "

@@ -1,8 +1,8 @@
 """Gradients of rows that the data send to matrices: tokens to experts, whose weights are stored as one [E, o, i].
 
 For the rows r of a sample, each of which went through the matrix e_r, the gradient of matrix e is Σ left_r ⊗ right_r
-over those with e_r = e.  The rows of each matrix are sorted by samples; samples that have about as many rows there are
-one `Product`, padded with zeros.
+over those with e_r = e.  The rows of each matrix are put in the order of their samples; samples that have about as many
+rows there are one `Product`, padded with zeros.
 """
 
 from __future__ import annotations
