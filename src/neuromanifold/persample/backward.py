@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.accumulate.base import Pass, TakesForms
 from neuromanifold.persample.gradients import Form, add
-from neuromanifold.persample.graph import BroadcastSite, Layout
+from neuromanifold.persample.graph import BroadcastSite, Site
 from neuromanifold.persample.hooks import Capture, Hooks
+from neuromanifold.persample.layouts import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses
 
 
@@ -56,7 +57,7 @@ class PerSampleBackward:
         """`late`: a flag that is set if gradients come to a use of which the verification has seen only zeros."""
         self._hooks, self.parameters, self.uses, self.plan, self._late = hooks, parameters, uses, plan, late
         self._tokens = plan.tokens or frozenset()
-        self._edges: list[tuple[Use, BroadcastSite, GradientEdge]] = []
+        self._edges: list[tuple[Use, Site, GradientEdge]] = []
         """Where gradients are asked for, besides the captured calls."""
         for use in uses.supported:
             if use.sites and (use.capture is None or plan.layouts[use.key].shared):
@@ -208,7 +209,7 @@ class PerSampleBackward:
     @torch.no_grad()
     def _finish(
         self,
-        edges: list[tuple[Use, BroadcastSite, GradientEdge]],
+        edges: list[tuple[Use, Site, GradientEdge]],
         gradients: Sequence[Tensor | None],
         to: TakesForms,
         made_by: Pass,
@@ -223,6 +224,7 @@ class PerSampleBackward:
             if use.capture is None:
                 self._take(use, g, layout, to, made_by, observer)
             else:
+                assert isinstance(site, BroadcastSite)
                 one = site.gradients(g, layout)
                 shared[use] = shared[use] + one if use in shared else one
         for use, g in shared.items():

@@ -31,6 +31,8 @@ class Findings:
     """By the signature of the graph, as all that follows."""
     every_batch: bool = False
     """Whether one of the plans has to be verified with every batch."""
+    follows_values: bool = False
+    """Whether data have decided which sample owns which rows: their values are read in each batch."""
     vectorizes: dict[int, bool] = field(default_factory=dict)
     """Whether several cotangents may go back in one pass."""
 
@@ -44,6 +46,7 @@ class Findings:
         """Note how the parameters of a batch are done."""
         if uses.samples:  # of an empty batch nothing can be learnt
             self.remaining.update(uses.remaining)
+        self.follows_values |= uses.following.by_values
         if plan.unverified and self.late is None:
             self.late = torch.zeros((), dtype=torch.bool, device=device)
         if plan.tokens is not None:

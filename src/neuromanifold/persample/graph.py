@@ -18,25 +18,26 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from neuromanifold.persample.experts import CASTS, ExpertSite, expert_site, picks_matrices
 from neuromanifold.persample.follow import leaves_in_place, shape_of, shifted_dims, takes_own_rows
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
+from neuromanifold.persample.layouts import Layout, stacked
 
 Node = Any
 
 _BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
 _PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
 _LAYER_NORM, _LOOKUP = "NativeLayerNormBackward0", "EmbeddingBackward0"
-_CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
 _STRUCTURAL = (
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
-    *_CASTS,
+    *CASTS,
 )
 _POINTWISE = (  # of one tensor, and of constants of the same shape
     *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "MulBackward0", "DivBackward0", "NegBackward0"),
@@ -48,43 +49,6 @@ _ARGUMENTS = (  # of any operation that has them: they decide where rows go
     *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
     *("_saved_shifts", "_saved_training", "_saved_normalized_shape"),
 )
-
-
-class Layout(NamedTuple):
-    """Which dimension of a tensor holds the samples, and what is major in it if each has several rows.
-
-    `major`: "samples" for [n·t, ...], "positions" for [t·n, ...].  Batches may differ in the number t of rows.
-    """
-
-    dim: int = 0
-    major: Literal["samples", "positions"] = "samples"
-    shared: bool = False  # the tensor has none: `dim` is that of what it is broadcast to
-
-    def samples_first(self, values: Tensor, samples: int) -> Tensor:
-        """Return the tensor as [n, ...], or as [n, t, ...] where samples have several rows."""
-        values = values.movedim(self.dim, 0) if self.dim else values
-        if len(values) == samples:
-            return values
-        if self.major == "samples":
-            return values.reshape(samples, -1, *values.shape[1:])
-        return values.reshape(-1, samples, *values.shape[1:]).transpose(0, 1)
-
-    def positions_of(self, shape: torch.Size, samples: int) -> tuple[int, int]:
-        """Return how many positions `samples_first` finds in a tensor, and their place as `follow` counts it."""
-        if shape[self.dim] == samples:
-            return shape[1 - self.dim] if len(shape) > 1 else 1, 1 if self.dim else samples
-        return shape[self.dim] // samples, samples if self.major == "samples" else 1
-
-    def before(self, shape: torch.Size, samples: int) -> int:
-        """Return the place of the samples as `follow` counts it."""
-        return shape[: self.dim].numel() * (shape[self.dim] // samples if self.major == "positions" else 1)
-
-
-def stacked(dim: int, size: int, samples: int) -> list[Layout]:
-    """Return the layouts of a dimension that may hold several rows of each sample."""
-    if not samples or not size or size % samples:
-        return []
-    return [Layout(dim)] + ([Layout(dim, "positions")] if size > samples else [])
 
 
 class Step(NamedTuple):
@@ -150,7 +114,7 @@ class BroadcastSite:
             return apart or stacked(0, result[0], samples)
         if self.is_product:
             role = _PRODUCTS[self.node.name()][self.input]
-            turns = [_transposes(step.node) for step in self.path if step.node.name() not in _CASTS]
+            turns = [_transposes(step.node) for step in self.path if step.node.name() not in CASTS]
             straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
             factors = (getattr(self.node, "_saved_alpha", 1), getattr(self.node, "_saved_beta", 1))
             if factors != (1, 1) or not straight or (role == "bias" and len(arriving) != 1):
@@ -225,6 +189,9 @@ def _transposes(node: Node) -> bool:
     if node.name() == "PermuteBackward0":
         return matrix and node._saved_dims[0] % 2 == 1
     return matrix and node.name() in ("TBackward0", "TransposeBackward0")
+
+
+Site = BroadcastSite | ExpertSite
 
 
 def consumers(root: Node) -> dict[Node, list[tuple[Node, int]]]:
@@ -303,9 +270,9 @@ def _canonical(samples: int, parts: tuple[tuple[Any, ...], ...]) -> int:
 
 def broadcast_sites(
     node: Node, shape: torch.Size, samples: int, used_by: dict[Node, list[tuple[Node, int]]]
-) -> list[BroadcastSite] | None:
+) -> list[Site] | None:
     """Return where a node's result is broadcast over the batch; None if one of its uses is not supported."""
-    found: list[BroadcastSite] = []
+    found: list[Site] = []
     waiting: list[tuple[Node, tuple[Step, ...]]] = [(node, ())]
     while waiting:
         below, path = waiting.pop()
@@ -318,21 +285,21 @@ def broadcast_sites(
                 found.append(site)
                 continue
             arriving = shape_of(path[0].node) if path else shape
-            step = Step(user) if user.name() in _STRUCTURAL else _pointwise(user, i, arriving)
+            structural = user.name() in _STRUCTURAL or (len(arriving) == 3 and picks_matrices(user))
+            step = Step(user) if structural else _pointwise(user, i, arriving)
             if step is None:
                 return None
             waiting.append((user, (step, *path)))
     return found
 
 
-def _site(node: Node, i: int, path: tuple[Step, ...], shape: torch.Size, samples: int) -> BroadcastSite | None:
-    """Return the broadcast site that a node is, if it is one."""
-    if node.name() not in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM, _LOOKUP):
-        return None
+def _site(node: Node, i: int, path: tuple[Step, ...], shape: torch.Size, samples: int) -> Site | None:
+    """Return where a node uses a parameter for the rows of a batch, if it does so."""
     site = BroadcastSite(node, i, path, shape)
-    site.layouts = tuple(site.candidates(samples))
+    if node.name() in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM, _LOOKUP):
+        site.layouts = tuple(site.candidates(samples))
     if not site.layouts:
-        return None
+        return expert_site(node, i, [step.node for step in path], shape) if samples else None
     site.partner = _partner(site)
     if node.name() == _LAYER_NORM:
         site.statistics = node._saved_result1, node._saved_result2

@@ -15,24 +15,21 @@ from itertools import islice, product
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from neuromanifold.persample.follow import SHARED, follow
-from neuromanifold.persample.gradients import Form
-from neuromanifold.persample.graph import (
-    BroadcastSite,
-    Layout,
-    broadcast_sites,
-    consumers,
-    signature,
-    stacked,
-    users_first,
-)
+from neuromanifold.persample.experts import ExpertSite, expert_site
+from neuromanifold.persample.follow import follow, reads_values, shape_of
+from neuromanifold.persample.gradients import Form, of_samples
+from neuromanifold.persample.graph import BroadcastSite, Site, broadcast_sites, consumers, signature, users_first
 from neuromanifold.persample.hooks import Capture, CaptureGradient
+from neuromanifold.persample.layouts import ROWS, Layout, stacked
+from neuromanifold.persample.places import SHARED, UNKNOWN, Place, owners
 from neuromanifold.persample.rules import Call, NotApplicableError
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")
+_BY_ROW = -3  # in place of a number: each row has an owner
 _COMBINATIONS = 16  # of layouts that are tried for uses that share parameters
 _IDENTITIES = frozenset({f"{CaptureGradient.__name__}Backward", "RegisterPostBackwardFunctionBackward"})  # FSDP2's
 
@@ -49,7 +46,8 @@ class Use:
     parameters: dict[str, int]
     layouts: tuple[Layout, ...]  # candidates
     capture: Capture | None = None
-    sites: tuple[BroadcastSite, ...] = ()
+    sites: tuple[Site, ...] = ()
+    owners: Tensor | None = None  # of the rows, where the data decide
 
     def forms(
         self, g: Tensor, samples: int, layout: Layout, validating: bool = False, tokens: bool = False
@@ -60,8 +58,11 @@ class Use:
         `tokens`: each position of each sample is taken for a sample.
         """
         if self.capture is None:
-            (i,) = self.parameters.values()
-            return {i: self.sites[0].form(g, samples, layout)}
+            (i,), (site,) = self.parameters.values(), self.sites
+            if isinstance(site, ExpertSite):
+                assert self.owners is not None
+                return {i: site.form(g, samples, self.owners)}
+            return {i: site.form(g, samples, layout)}
         capture, x = self.capture, self.capture.x
         if layout.shared:
             x = x.expand(samples, *x.shape)
@@ -76,7 +77,47 @@ class Use:
                 f"The rule of {type(module).__name__} gives nothing for {min(missing)!r}, which it is registered for."
             )
             raise NotApplicableError(text)
+        if layout == ROWS:  # each of which was taken for a sample
+            assert self.owners is not None
+            rows = self.owners.to(g.device)
+            return {i: of_samples(forms[name], rows, samples) for name, i in self.parameters.items()}
         return {i: forms[name] for name, i in self.parameters.items()}
+
+
+class Following:
+    """Where the tensors of a graph have their samples, or the positions of the logits; found when first asked for."""
+
+    def __init__(self, graph: Mapping[Any, list[tuple[Any, int]]]) -> None:
+        """`graph`: who uses each node."""
+        self._graph, self._found = dict(graph), dict[tuple[int, int], dict[Any, Place]]()
+        self.by_values = any(map(reads_values, graph))
+        """Whether the data decide: then places are part of what kind of graph it is."""
+
+    def places(self, size: int, before: int) -> dict[Any, Place]:
+        """Return the place of each node, by `follow`."""
+        if (size, before) not in self._found:
+            self._found[size, before] = follow(users_first(self._graph), size, _IDENTITIES, before)
+        return self._found[size, before]
+
+    def kind(self, logits: Tensor) -> tuple[int, ...]:
+        """Return all places that are decided by values in this batch, as numbers."""
+        axes = [(logits.shape[0], 1), *([(logits.shape[1], logits.shape[0])] if logits.ndim == 3 else [])]
+        found = [self.places(*axis) for axis in axes if self.by_values and axis[0] > 1]
+        return tuple(place if isinstance(place, int) else _BY_ROW for places in found for place in places.values())
+
+    def owners(self, node: Any, samples: int, data_alone: bool = True) -> Tensor | None:
+        """Return which sample owns each row of a tensor, if (`data_alone`) that is decided by the data."""
+        if samples == 1 or not (self.by_values or not data_alone):
+            rows = shape_of(node)[:1].numel()  # without any, shapes say nothing
+            return None if data_alone and (rows or not self.by_values) else torch.zeros(rows, dtype=torch.long)
+        place, shape = self.places(samples, 1).get(node, UNKNOWN), shape_of(node)
+        if data_alone and not isinstance(place, Tensor):
+            return None
+        try:
+            found = owners(place, shape, samples)
+        except ValueError:
+            return None
+        return None if found is None else found.clamp(min=0)
 
 
 @dataclass(eq=False)
@@ -91,7 +132,7 @@ class Uses:
     unsupported: frozenset[int] = frozenset()
     """Parameters with a use that cannot be done per sample: they have to be excluded."""
     signature: int = 0
-    graph: Mapping[Any, list[tuple[Any, int]]] = field(default_factory=dict)  # who uses each node
+    following: Following = field(default_factory=lambda: Following({}))
     by_capture: dict[Capture, Use] = field(default_factory=dict)
     """The uses that are captured calls."""
 
@@ -108,16 +149,16 @@ class Uses:
         """Return the parameters of some of the uses that are done per sample."""
         return frozenset(i for use in self.supported if use.key in keys for i in use.parameters.values())
 
-    def places(self) -> dict[Key, int]:
+    def places(self) -> dict[Key, Place]:
         """Return for each use where the graph has the samples, as far as they can be followed (`follow.py`)."""
-        return {} if self.samples == 1 else self._followed(self.samples, 1)
+        return {} if self.samples == 1 else self._of_uses(self.samples, 1)
 
-    def places_of_positions(self, positions: int) -> dict[Key, int]:
+    def places_of_positions(self, positions: int) -> dict[Key, Place]:
         """Return for each use where the graph has the positions of logits [n, T, C]: nowhere below attention."""
-        return {} if positions == 1 else self._followed(positions, self.samples)
+        return {} if positions == 1 else self._of_uses(positions, self.samples)
 
-    def _followed(self, size: int, before: int) -> dict[Key, int]:
-        places = follow(users_first(dict(self.graph)), size, _IDENTITIES, before)
+    def _of_uses(self, size: int, before: int) -> dict[Key, Place]:
+        places = self.following.places(size, before)
         nodes = {use.key: use.sites[0].node if use.capture is None else use.capture.node for use in self.supported}
         return {key: places[node] for key, node in nodes.items()}
 
@@ -155,7 +196,8 @@ def discover(
     leaves = [(node, i) for node in used_by if (i := numbers.get(id(getattr(node, "variable", None)))) is not None]
     # Two heads that take turns have the same graph, and other parameters.
     used = (2 * i + (i in excluded) for _, i in leaves)
-    kind = hash((signature(used_by, samples), *map(_KEY, reaching), *used))
+    following = Following(used_by)
+    kind = hash((signature(used_by, samples), *map(_KEY, reaching), *used, *following.kind(logits)))
     plan = plans.get(kind)
     verified = plan.layouts if plan is not None and plan.followed else {}
     supported, unsupported, by_capture = list[Use](), set[int](), dict[Capture, Use]()
@@ -163,25 +205,51 @@ def discover(
         key = ("call", *capture.key)
         known, sites = verified.get(key), tuple[BroadcastSite, ...]()
         layouts: tuple[Layout, ...] = () if known is None else (known,)
-        if known is None or known.shared:
+        rows = following.owners(capture.node, samples)
+        if rows is not None:
+            layouts = (ROWS,) if capture.owner.rule.extra_dims and len(capture.x) == len(rows) else ()
+        elif known is None or known.shared:
             layouts, sites = _layouts(capture, samples, batch_dim, used_by)
         if layouts and not capture.overwritten:
-            by_capture[capture] = use = Use(key, capture.parameters, layouts, capture, sites)
+            by_capture[capture] = use = Use(key, capture.parameters, layouts, capture, sites, rows)
             supported.append(use)
         else:
             unsupported |= set(capture.parameters.values())
     remaining = []
     for node, i in leaves:
         shape = parameters[i].shape
-        direct = None if i in excluded or i in unsupported else broadcast_sites(node, shape, samples, used_by)
+        direct = None
+        if i not in excluded and i not in unsupported:
+            direct = _sites(node, shape, samples, used_by, following)
         if direct is None:
             remaining.append(i)
             continue
-        for k, site in enumerate(direct):
-            supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,)))
+        for k, (site, rows) in enumerate(direct):
+            supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,), rows))
     if remaining:
         unsupported |= {i for use in by_capture.values() for i in use.parameters.values()}.intersection(remaining)
-    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, used_by, by_capture)
+    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, following, by_capture)
+
+
+def _sites(
+    node: Any, shape: torch.Size, samples: int, used_by: dict[Any, list[tuple[Any, int]]], following: Following
+) -> list[tuple[Site, Tensor | None]] | None:
+    """Return where a parameter is used outside of modules with a rule, and who owns the rows there if data decide."""
+    found = broadcast_sites(node, shape, samples, used_by)
+    sites: list[tuple[Site, Tensor | None]] = []
+    for site in found or ():
+        rows, used = following.owners(site.node, samples), site
+        if rows is not None and isinstance(site, BroadcastSite):  # as many rows as samples
+            own = expert_site(site.node, site.input, [step.node for step in site.path], shape)
+            if own is None:
+                return None
+            used = own
+        if isinstance(used, ExpertSite):
+            rows = following.owners(used.node, samples, data_alone=False)
+            if rows is None or len(rows) != len(used):
+                return None
+        sites.append((used, rows))
+    return None if found is None else sites
 
 
 def _layouts(
@@ -196,11 +264,12 @@ def _layouts(
         found = [Layout(d) for d in dims if d < min(len(shape), x.ndim) and shape[d] == x.shape[d] == samples]
         if flexible and shape[0] == x.shape[0] > samples:
             found += stacked(0, shape[0], samples)
-    sites = broadcast_sites(capture.node, shape, samples, used_by) if flexible else None
-    if sites and not any(site.is_product for site in sites):
+    sites = (broadcast_sites(capture.node, shape, samples, used_by) if flexible else None) or []
+    broadcasts = [site for site in sites if isinstance(site, BroadcastSite) and not site.is_product]
+    if sites and len(broadcasts) == len(sites):
         dims_of_sites = [{layout.dim for layout in site.layouts} for site in sites]
         found += [Layout(d, shared=True) for d in sorted(set.intersection(*dims_of_sites))]
-        return tuple(found), tuple(sites)
+        return tuple(found), tuple(broadcasts)
     return tuple(found), ()
 
 
@@ -217,7 +286,9 @@ def preferred(uses: Uses) -> tuple[dict[Key, tuple[Layout, ...]], dict[Key, Layo
     return candidates, expected
 
 
-def _fits(use: Use, layout: Layout, place: int, samples: int) -> bool:
+def _fits(use: Use, layout: Layout, place: Place, samples: int) -> bool:
+    if layout == ROWS or isinstance(place, Tensor):
+        return layout == ROWS and use.owners is not None
     if use.capture is None:
         return layout.before(use.sites[0].result, samples) == place
     return place == SHARED if layout.shared else layout.before(use.capture.shape, samples) == place

@@ -22,8 +22,8 @@ from neuromanifold.core.checks import promoted
 from neuromanifold.persample.accumulate.base import Pass, read_back
 from neuromanifold.persample.backward import PerSampleBackward, dense
 from neuromanifold.persample.gradients import Dense, Form, root_mean_square
-from neuromanifold.persample.graph import Layout
 from neuromanifold.persample.hooks import Hooks
+from neuromanifold.persample.layouts import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
 from neuromanifold.persample.shards import LayerSums, Shards, any_process, union_of_processes
 

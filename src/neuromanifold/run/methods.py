@@ -98,7 +98,7 @@ class Method(ABC):
 
     @property
     def must_run_eagerly(self) -> bool:
-        """Whether the next batch cannot be replayed from a CUDA graph, because it has to be verified."""
+        """Whether the next batch cannot be replayed from a CUDA graph: it is verified, or its samples are followed."""
         return False
 
     @property
@@ -215,7 +215,7 @@ class PerSample(Method):
     @property
     @override
     def must_run_eagerly(self) -> bool:
-        return self.engine.must_verify()
+        return self.engine.must_verify() or self.engine.findings.follows_values
 
     @property
     @override

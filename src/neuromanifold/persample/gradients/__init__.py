@@ -6,6 +6,7 @@ fourth powers and norms are computed here, for a few samples and a tile of the p
     Dense        the gradients themselves [n, ...]: biases, scales, everything small
     Product      Σ_t left_t ⊗ right_t: linear layers, t the positions of a sample
     Rows         Σ_t g_t into row id_t: embeddings
+    Routed       Σ_r left_r ⊗ right_r over rows, in the matrix of several that each went through: experts
     Convolution  Product with the windows of the input, which are not written out
 
 Letters: n sample, t position, o/i out/in features.
@@ -25,6 +26,7 @@ from neuromanifold.persample.gradients.forms import (
     row_limit,
     tile_size,
 )
+from neuromanifold.persample.gradients.routed import Routed, of_samples
 from neuromanifold.persample.gradients.totals import Sum, add
 
 __all__ = [
@@ -33,10 +35,12 @@ __all__ = [
     "Form",
     "PowerSums",
     "Product",
+    "Routed",
     "Rows",
     "SquaredProduct",
     "Sum",
     "add",
+    "of_samples",
     "ranges",
     "root_mean_square",
     "row_limit",

@@ -13,6 +13,7 @@ from typing_extensions import override
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.gradients.forms import Dense, Form, Product, Rows, ranges
+from neuromanifold.persample.gradients.routed import Routed, joined_rows
 
 
 @dataclass
@@ -97,6 +98,8 @@ def add(forms: Sequence[Form]) -> Form:
         tables = [form for form in forms if isinstance(form, Rows)]
         values, ids = torch.cat([t.values for t in tables], 1), torch.cat([t.ids for t in tables], 1)
         return Rows(values, ids, tables[0].rows)
+    if kinds == {Routed}:
+        return joined_rows([form for form in forms if isinstance(form, Routed)])
     if kinds == {Dense}:
         return Dense(torch.stack([form.values for form in forms if isinstance(form, Dense)]).sum(0))
     if kinds == {Product, Rows}:
