@@ -11,5 +11,7 @@ import pytest
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Append the traceback of a failure."""
     if report.failed and os.environ.get("FAILURES") and not os.environ.get("PYTEST_XDIST_WORKER"):
-        with Path(os.environ["FAILURES"]).open("a") as file:
+        path = Path(os.environ["FAILURES"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
             file.write(f"==== {report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
