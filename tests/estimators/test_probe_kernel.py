@@ -116,18 +116,17 @@ def test_two_classes_have_no_noise_at_all(gap: float) -> None:
 @pytest.mark.parametrize("block", [64, 512])
 @pytest.mark.parametrize("deflate", [False, True])
 def test_long_rows_go_block_by_block(monkeypatch: pytest.MonkeyPatch, block: int, deflate: bool) -> None:
-    """Where all p are small, the signs can be read off u."""
+    """Where all p are small, the signs can be read off u, but for those that deflation may turn: the largest of w."""
     monkeypatch.setattr(module, "LARGEST_BLOCK", block)
     classes = 5000 if block == 512 else 300
     logits = torch.randn(2, classes, generator=torch.Generator().manual_seed(0))
     u, core = run(logits, deflate, seed=3).double(), nm.Categorical(logits.double())
     w = singular_vector(logits) if deflate else torch.zeros_like(u)
     for row in range(2):
-        likely = int(logits[row].argmax())
-        found = []
-        for xi_a, xi_1 in itertools.product([-1.0, 1.0], repeat=2):
+        found, unsure = [], logits[row].topk(6 if deflate else 1).indices
+        for xi_1, *others in itertools.product([-1.0, 1.0], repeat=1 + len(unsure)):
             xi = u[row].sign()
-            xi[likely] = xi_a
+            xi[unsure] = torch.tensor(others, dtype=torch.float64)
             eta = xi + (xi_1 - xi @ w[row]) * w[row] if deflate else xi
             found.append(float((core.factor(eta)[row] - u[row]).norm() / u[row].norm()))
         assert min(found) < (1e-3 if deflate else 1e-6)
@@ -231,7 +230,9 @@ def test_any_shape_and_stride() -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a GPU, walked on a CPU."""
+    """The path of a GPU, walked on a CPU; where kernels are compiled, runs on the GPU itself walk it."""
+    if DEVICE == "cuda":
+        pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setenv("NEUROMANIFOLD_KERNELS", "interpret")
     monkeypatch.setattr(LateValidation, "unchecked", lambda _, z, __: nm.Categorical(z, validate=False))
 

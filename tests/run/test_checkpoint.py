@@ -771,7 +771,7 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_it_goes_on_with_the_same_numbers_too(tmp_path: Path) -> None:
     model, data = killed_runs.network().cuda(), inputs(20, 16)
-    failures(tmp_path, model, data)
+    failures(tmp_path, model, data, cuda_graphs=False)  # replays may differ in the last bit
     whole = nm.fisher_diagonal(model, data)
     for graphs in (True, False):
         with pytest.raises(BrokenError):

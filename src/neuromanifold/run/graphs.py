@@ -119,10 +119,20 @@ class GraphRecorder:
             torch.cuda.is_current_stream_capturing = before
 
     def recover(self) -> None:
-        """End torch's bookkeeping, of random numbers too, after a capture that has failed: the next one does that."""
+        """End torch's bookkeeping after a capture that has failed: the next one does that.
+
+        If that fails, too, generators go on taking themselves for captured, and draw nothing any more, the default one,
+        which is the user's, included.  Copies of their states know of no capture.
+        """
         torch.cuda.synchronize()
+        device = self._generator.device
         with suppress(RuntimeError), self.capture():
-            torch.zeros(1, device=self._generator.device)
+            torch.zeros(1, device=device)
+        for generator in (self._generator, torch.cuda.default_generators[device.index]):
+            try:
+                torch.empty(1, device=device).uniform_(generator=generator)
+            except RuntimeError:
+                generator.graphsafe_set_state(generator.clone_state())
 
 
 @dataclass

@@ -203,9 +203,10 @@ class Product(Form):
         """Return Σ_tt' (left_t·left_t')(right_t·right_t') where positions are fewer than features; else use tiles."""
         positions, outs, ins = self.left.shape[-2], self.left.shape[-1], self.right.shape[-1]
         if self.single:
-            left, right = (torch.linalg.vector_norm(side[:, 0], dim=1, dtype=dtype) for side in (self.left, self.right))
-            found: Tensor = (left * right).square_()
-            return found
+            found = torch.ones((), dtype=dtype, device=self.device)
+            for side in (self.left, self.right):  # of whose numbers no copies in float32 are made
+                found = found * torch.linalg.vector_norm(side[:, 0], dim=1, dtype=torch.promote_types(side.dtype, dtype))
+            return found.square().to(dtype)
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
         norms = []
