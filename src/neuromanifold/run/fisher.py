@@ -18,12 +18,11 @@ from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, ShiftLabels, plain_name, tied_names
 from neuromanifold.problem.offloaded import loading_offloaded
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Observer
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.diagonal import ShardedFisher
 from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
@@ -36,6 +35,7 @@ from neuromanifold.run.settings import (
     Distributed,
     Granularity,
     LoopOptions,
+    Observer,
     OnInterrupt,
     Settings,
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from neuromanifold.core.checks import integer_in_range, message, one_of, random_seed
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
-from neuromanifold.problem.progress import Observer
 from neuromanifold.results.files import index_of
 from neuromanifold.results.sharded import remove_parts
 
@@ -54,6 +54,20 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
         advice += "information. Use granularity='sample', or nm.SquaredBatchGradient() if that is the number you want."
         raise ValueError(message("granularity", f"'auto' or 'sample' for {estimator}", "'batch'", advice))
     return "batch" if whole else granularity  # type: ignore[return-value]
+
+
+class RunProgress(NamedTuple):
+    """How far a run has come."""
+
+    batches: int  # done, before a checkpoint was taken up as well
+    samples: int
+    place: int  # in the data, of the next batch: those of other shards count
+    relative_error: float | None  # Σ stderr / Σ F so far; None: nothing is random
+    tokens: int = 0  # of sequences; 0: the samples are none
+
+
+Observer = Callable[[RunProgress], None]
+"""Called now and then in a run."""
 
 
 @dataclass(frozen=True)
