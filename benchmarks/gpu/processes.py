@@ -21,7 +21,8 @@ from torch import distributed as dist
 import neuromanifold as nm
 from gpu.language import Errors, distances, random_batches, tiny
 from gpu.session import Missing, Row, Session
-from neuromanifold.persample.accumulate import DiagonalSums
+from neuromanifold.estimators import NoiseFactors
+from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.run.processes import Processes
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +100,8 @@ def _nccl(device: torch.device) -> Errors:
             joined = alone.join("here", device)
             values = torch.arange(5.0, device=device)
             alone.add(values)
-            sums = DiagonalSums([torch.ones(3, device=device)])
-            sums.squares[0].add_(2.0)
+            sums = DiagonalSums([torch.ones(3, device=device)], fourth_powers=False)
+            sums.add([torch.full((3,), 2.0, device=device)], Pass(1.0, NoiseFactors(0.0, 0.0, 0.0)))
             alone.reduce(sums)
             with alone.in_step() as step:
                 gathered = step.gather("value", [1, "two"])
@@ -109,7 +110,7 @@ def _nccl(device: torch.device) -> Errors:
     assert joined == ["here"]
     assert gathered == [[1, "two"]]
     expected = torch.arange(5.0)
-    error = float((values.cpu() - expected).norm() + (sums.squares[0].cpu() - 2.0).norm())
+    error = float((values.cpu() - expected).norm() + (sums.squares[0].cpu() - 4.0).norm())
     return [("sums of a group of one", error, 0.0)]
 
 
