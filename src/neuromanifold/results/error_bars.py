@@ -13,11 +13,12 @@ sum of its entries'.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from neuromanifold.core.checks import message
+from neuromanifold.persample.shards import row_placements
 from neuromanifold.results.files import mapped
 
 ErrorBars = bool | Literal["rows"]
@@ -46,8 +47,12 @@ def coarser(a: ErrorBars, b: ErrorBars) -> ErrorBars:
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """Return the sum of each row, [rows]; a vector or a number as it is."""
-    return values.flatten(1).sum(1) if values.ndim > 1 else values
+    """Return the sum of each row, [rows]; a vector or a number as it is.  Those of a DTensor are divided like it."""
+    if values.ndim < 2 or not hasattr(values, "placements"):
+        return values.flatten(1).sum(1) if values.ndim > 1 else values
+    sums: Any = values.sum(tuple(range(1, values.ndim)))
+    found: Tensor = sums.redistribute(placements=row_placements(values.placements))
+    return found
 
 
 def converted(noise: Mapping[str, Tensor], before: ErrorBars, after: ErrorBars) -> Mapping[str, Tensor]:
