@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from neuromanifold.diagnostics.forecast import number_of_batches
+from neuromanifold.problem.progress import number_of_batches
 from neuromanifold.report.tables import provenance_facts
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.summary import HEADER, NOTES, summarize

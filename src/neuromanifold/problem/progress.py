@@ -10,12 +10,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def number_of_batches(data: object) -> int | None:
+    """Return the length of the data; None where it is not known before the end, as of a generator."""
+    with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
+        return len(data) if isinstance(data, Sized) else None
+    return None
+
+
 def tracked(data: Iterable[T], what: str) -> Iterator[T]:
     """Iterate over the data, and show how far it has come."""
-    total = None
-    if isinstance(data, Sized):
-        with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
-            total = len(data)
+    total = number_of_batches(data)
     try:
         from rich.console import Console
         from rich.progress import track
