@@ -92,7 +92,8 @@ def reads_values(node: Node) -> bool:
     else:
         moves = node.name() in ("IndexSelectBackward0", "IndexAddBackward0")
         picked = moves and signed(node._saved_dim) in (0, -len(shape_of(node)))
-    below = node.next_functions[0][0] if picked else None
+    rows = 1 if node.name() == "IndexAddBackward0" else 0  # the input that has them
+    below = node.next_functions[rows][0] if picked else None
     return below is not None and not hasattr(below, "variable")
 
 

@@ -205,7 +205,9 @@ class Product(Form):
         if self.single:
             found = torch.ones((), dtype=dtype, device=self.device)
             for side in (self.left, self.right):  # of whose numbers no copies in float32 are made
-                found = found * torch.linalg.vector_norm(side[:, 0], dim=1, dtype=torch.promote_types(side.dtype, dtype))
+                found = found * torch.linalg.vector_norm(
+                    side[:, 0], dim=1, dtype=torch.promote_types(side.dtype, dtype)
+                )
             return found.square().to(dtype)
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
