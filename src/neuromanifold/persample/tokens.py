@@ -22,7 +22,7 @@ from torch import Tensor
 from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.gradients import Form
-from neuromanifold.persample.layouts import ROWS
+from neuromanifold.persample.places import ROWS
 from neuromanifold.persample.plan import Key, Use, connected
 from neuromanifold.persample.shards import Shards, union_of_processes
 
