@@ -291,7 +291,7 @@ def choice_of_error_bars(_: int) -> None:
     shard(model, middle(model))
     assert nm.fisher_diagonal(model, data).error_bars is True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("neuromanifold.results.error_bars.LARGE", 100)
+        patch.setattr("neuromanifold.run.settings.LARGE", 100)
         assert nm.fisher_diagonal(model, data).error_bars == "rows"
     found = nm.fisher_diagonal(model, data, error_bars=False).gathered()
     assert not found.noise

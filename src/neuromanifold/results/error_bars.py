@@ -23,22 +23,7 @@ from neuromanifold.results.files import mapped
 
 ErrorBars = bool | Literal["rows"]
 
-LARGE = 2**28
-"""Entries above which only rows have error bars: those of entries would take a gigabyte or more beside the sums."""
-
 _KINDS: tuple[ErrorBars, ...] = (True, "rows", False)  # from fine to coarse
-
-
-def check_error_bars(value: object) -> ErrorBars | Literal["auto"]:
-    """Refuse whatever is not one of the kinds, or "auto"."""
-    if isinstance(value, bool) or (isinstance(value, str) and value in ("rows", "auto")):
-        return value  # type: ignore[return-value]
-    raise ValueError(message("error_bars", "True, False, 'rows' or 'auto'", repr(value)))
-
-
-def choose_error_bars(value: ErrorBars | Literal["auto"], entries: int) -> ErrorBars:
-    """Return the kind for so many entries; it depends on nothing else, so that shards of a run agree."""
-    return value if value != "auto" else "rows" if entries > LARGE else True
 
 
 def coarser(a: ErrorBars, b: ErrorBars) -> ErrorBars:

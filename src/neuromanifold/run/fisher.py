@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
@@ -18,15 +18,14 @@ from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
 from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, ShiftLabels, plain_name, tied_names
 from neuromanifold.problem.offloaded import loading_offloaded
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Observer
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.diagonal import ShardedFisher
-from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
+from neuromanifold.results.error_bars import ErrorBars
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run
@@ -36,8 +35,10 @@ from neuromanifold.run.settings import (
     Distributed,
     Granularity,
     LoopOptions,
+    Observer,
     OnInterrupt,
     Settings,
+    choose_error_bars,
 )
 from neuromanifold.run.stopping import Accuracy
 
@@ -157,11 +158,7 @@ def diagonal_of(
     """Return the diagonal of a problem whose arguments have been checked."""
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     parameters = list(problem.parameters.values())
-    kind = choose_error_bars(check_error_bars(error_bars), sum(parameter.numel() for parameter in parameters))
-    if rtol is not None and not kind:
-        raise ValueError(
-            message("error_bars", "True or 'rows' with rtol", "False", "rtol is a relative standard error.")
-        )
+    kind = choose_error_bars(error_bars, sum(map(Tensor.numel, parameters)), rtol)
     if problem.sharded:
         return _sharded_diagonal(problem, settings, options, view, rtol, kind)
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
