@@ -14,7 +14,7 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.sums import square_root
-from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.base import Estimator, random_signs
 from neuromanifold.estimators.envelopes import (
     Envelope,
     Mixer,
@@ -28,7 +28,6 @@ from neuromanifold.estimators.orthogonal import (
     leading_columns,
     orthonormal_noise,
     own_passes,
-    random_signs,
     remainder,
 )
 from neuromanifold.kernels import dispatch

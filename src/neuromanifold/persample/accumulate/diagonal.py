@@ -274,4 +274,5 @@ class DiagonalSums(SharedSums):
 
 def _added(*parts: Tensor | None) -> Tensor | None:
     """The sum of those that there are."""
-    return functools.reduce(lambda a, b: b if a is None else a if b is None else a + b, parts)
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], found[0]) if found else None
