@@ -24,12 +24,11 @@ from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import batch_seed
+from neuromanifold.problem.cotangents import LateValidation, Likelihood, batch_seed
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.unchanged import CarriedState
-from neuromanifold.problem.validation import LateValidation, Likelihood
 
 Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
 """From the core over rows [R, C], their labels ([R] classes, or [R, C] targets, or None) and v [R, C] to M v [R, C]."""

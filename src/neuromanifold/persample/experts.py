@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.follow import shape_of, signed
 from neuromanifold.persample.gradients import Form, Routed
-from neuromanifold.persample.layouts import ROWS, Layout
+from neuromanifold.persample.places import ROWS, Layout
 
 Node = Any
 CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")

@@ -97,31 +97,37 @@ class Shards:
         return local
 
     def reduced(self, i: int, whole: Tensor) -> Tensor:
-        """Add up tensors of a parameter's full size over processes; return this process's part of the sum."""
+        """Add up tensors of a parameter's full size, or of its rows' number, over processes; return this one's part."""
         from torch.distributed.tensor import DTensor, Partial
 
         held = self.held[i]
         mesh = held.device_mesh
         summed = DTensor.from_local(whole.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
-        part: Tensor = summed.redistribute(placements=held.placements).to_local()
+        part: Tensor = summed.redistribute(placements=self._placements(i, whole)).to_local()
         return part.to(held.device)
 
     def part_of(self, i: int, whole: Tensor) -> Tensor:
-        """Return this process's part of a tensor of a parameter's size, which all processes have."""
+        """Return this process's part of a tensor of a parameter's size, or of its rows' number, that all have."""
         from torch.distributed.tensor import distribute_tensor
 
         held = self.held[i]
         given = whole.to(held.to_local().device)
-        local: Tensor = distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None).to_local()
+        placements = self._placements(i, whole)
+        local: Tensor = distribute_tensor(given, held.device_mesh, placements, src_data_rank=None).to_local()
         return local.clone()
 
     def as_whole(self, i: int, part: Tensor) -> Any:
-        """Return parts of all processes as one distributed tensor, in the parameter's shape."""
+        """Return parts of all processes as one distributed tensor, of the parameter's shape or of its rows' number."""
         from torch.distributed.tensor import DTensor
 
-        held = self.held[i]
-        shape = {"shape": held.shape, "stride": held.stride()}
-        return DTensor.from_local(part, held.device_mesh, held.placements, run_check=False, **shape)
+        held, by_row = self.held[i], part.ndim < self.held[i].ndim
+        shape = {"shape": held.shape[:1] if by_row else held.shape, "stride": (1,) if by_row else held.stride()}
+        return DTensor.from_local(part, held.device_mesh, self._placements(i, part), run_check=False, **shape)
+
+    def _placements(self, i: int, tensor: Tensor) -> Any:
+        """Where the parts of such a tensor are: those of the parameter, or of one number for each of its rows."""
+        placements = self.held[i].placements
+        return placements if tensor.ndim == self.held[i].ndim else row_placements(placements)
 
     @contextmanager
     def streamed(self, numbers: list[int], take: Callable[[int, Tensor], None]) -> Iterator[None]:
@@ -141,6 +147,13 @@ class Shards:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def row_placements(placements: Any) -> list[Any]:
+    """Return where numbers for each row of a distributed tensor are: in parts, along whatever the tensor is divided."""
+    from torch.distributed.tensor import Shard
+
+    return [Shard(0) if one.is_shard() else one for one in placements]
 
 
 def any_process(shards: Shards | None, what: str, flag: bool) -> bool:
@@ -166,27 +179,31 @@ class LayerSums:
         self._waiting: dict[tuple[int, str], Tensor] = {}
 
     def put(self, i: int, kind: str, whole: Tensor) -> None:
-        """Take a tensor of a parameter's size; those of one kind that come to a parameter in turn are added."""
+        """Take a tensor of a parameter's size, or of its rows' number; those of one kind and parameter are added."""
+        self.reach(i)
+        before = self._waiting.get((i, kind))
+        self._waiting[i, kind] = whole if before is None else before.add_(whole)
+
+    def reach(self, i: int) -> None:
+        """Come to the layer of a parameter; what is waiting of another one is added up."""
         unit = self._shards.units[i]
         if unit != self._unit:
             self.flush()
             self._unit = unit
-        before = self._waiting.get((i, kind))
-        self._waiting[i, kind] = whole if before is None else before.add_(whole)
 
     @torch.no_grad()
     def flush(self) -> None:
         """Add up what is waiting; all processes must come here as often."""
         processes = self._shards.processes
-        mine = [[i, kind, str(whole.dtype)] for (i, kind), whole in self._waiting.items()]
+        mine = [[i, kind, str(whole.dtype), *whole.shape] for (i, kind), whole in self._waiting.items()]
         of_all = processes.gather("layer", [self._unit, mine])
         if len({unit for unit, _ in of_all}) > 1:
             expected = "one whose gradients come to the same layers on all processes, in the same order"
             raise ValueError(message("model", expected, f"FSDP modules {[unit for unit, _ in of_all]} at a time"))
         waiting, self._waiting, self._unit = self._waiting, {}, -1
-        for i, kind, dtype in sorted({tuple(one) for _, some in of_all for one in some}):
+        for i, kind, dtype, *shape in sorted({tuple(one) for _, some in of_all for one in some}):
             whole = waiting.pop((i, kind), None)
             if whole is None:
                 like = self._shards.whole[i]
-                whole = torch.zeros(like.shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=like.device)
+                whole = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=like.device)
             self._take(i, kind, self._shards.reduced(i, whole))

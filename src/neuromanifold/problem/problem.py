@@ -25,6 +25,7 @@ from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch
+from neuromanifold.problem.cotangents import Distributions, LateValidation, Likelihood, distributions
 from neuromanifold.problem.model import (
     Selection,
     ShiftLabels,
@@ -47,7 +48,6 @@ from neuromanifold.problem.outputs import Outputs, is_readable, read_outputs
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.repeated import RepeatedBatches
 from neuromanifold.problem.unchanged import unchanged
-from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood, distributions
 
 
 @dataclass(frozen=True, eq=False)

@@ -282,8 +282,8 @@ class DiagonalFisher(Reducible, Scalable, Viewed, Mapping[str, Tensor]):
 class ShardedFisher(DiagonalFisher):
     """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model in FSDP2 are.
 
-    What needs values of all processes (`trace`, `save`, `gathered`) is called by all of them.  Results add, scale and
-    are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
+    What needs values of all processes (`trace`, `rows`, `save`, `gathered`) is called by all of them.  Results add,
+    scale and are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
     """
 
     @override
@@ -306,10 +306,9 @@ class ShardedFisher(DiagonalFisher):
 
     def _refuse(self, *_: object, **__: object) -> Any:
         advice = "Save the result and nm.load it in one process, or take fim.gathered() if memory has room for it."
-        raise ValueError(message("fim", "whole for intervals, rows, comparisons and pages", "in parts", advice))
+        raise ValueError(message("fim", "whole for intervals, comparisons and pages", "in parts", advice))
 
     interval = compare = plot = report = _refuse
-    rows = property(_refuse)
 
     @override
     def _repr_html_(self) -> str:
