@@ -95,7 +95,8 @@ def reads_values(node: Node) -> bool:
         picked = first is not None and first.ndim == 1 and not takes_own_rows(node)
     else:
         picked = signed(node._saved_dim) in (0, -len(shape_of(node)))
-    below = node.next_functions[0][0] if picked else None
+    rows = 1 if node.name() == "IndexAddBackward0" else 0  # the input that has them
+    below = node.next_functions[rows][0] if picked else None
     return below is not None and not hasattr(below, "variable")
 
 
