@@ -26,6 +26,7 @@ from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.layouts import ROWS, Layout, stacked
 from neuromanifold.persample.places import SHARED, UNKNOWN, Place, owners
 from neuromanifold.persample.rules import Call, NotApplicableError
+from neuromanifold.persample.shards import is_distributed, on_this_process
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")
@@ -63,7 +64,7 @@ class Use:
                 assert self.owners is not None
                 return {i: site.form(g, samples, self.owners)}
             return {i: site.form(g, samples, layout)}
-        capture, x = self.capture, self.capture.x
+        capture, x = self.capture, on_this_process(self.capture.x)
         if layout.shared:
             x = x.expand(samples, *x.shape)
         else:
@@ -219,7 +220,7 @@ def discover(
     for node, i in leaves:
         shape = parameters[i].shape
         direct = None
-        if i not in excluded and i not in unsupported:
+        if i not in excluded and i not in unsupported and not is_distributed(parameters[i]):
             direct = _sites(node, shape, samples, used_by, following)
         if direct is None:
             remaining.append(i)

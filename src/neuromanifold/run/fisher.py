@@ -15,7 +15,7 @@ from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, message, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.persample.accumulate import DiagonalSums, TraceOfParts, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.fingerprint import fingerprint
@@ -250,6 +250,8 @@ def fisher_trace(
     with loading_offloaded(model, parameters):
         problem = Problem.of(*arguments, shards=True)
         with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+            if shards and shards.one_replica:
+                sums = TraceOfParts(estimator.noise_factor, shards)
             counts = _run(problem, settings, sums, options, rtol, shards)
         provenance = make_provenance(problem, settings, counts, options.shard)
     provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance

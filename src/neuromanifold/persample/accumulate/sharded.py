@@ -16,7 +16,7 @@ from neuromanifold.core.checks import promoted
 from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate.base import GradientSums, Pass, power_of_two_near, zero_sums
 from neuromanifold.persample.gradients import Form, root_mean_square
-from neuromanifold.persample.shards import LayerSums, Shards
+from neuromanifold.persample.shards import Shards
 
 _EARLY = 8  # batches in which gradients may become much larger than before
 
@@ -38,13 +38,13 @@ class ShardedSums(GradientSums):
         self._units = [0.0] * count  # of the sums
         self._sizes = [0.0] * count  # of this process's gradients
         self._batches = 0
-        self._layers = LayerSums(shards, self._take)
+        self._layers = shards.sums(self._take)
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms."""
         if not form.samples or not form.shape.numel():
             return
-        like = self._shards.whole[i]
+        like = self._shards.squared(i)
         squares = torch.zeros(like.shape, dtype=promoted(like.dtype), device=like.device)
         scale, c = made_by.scale, made_by.noise_factors.sample
         if not (self.fourth_powers and c > 0):
@@ -135,7 +135,8 @@ class ShardedSums(GradientSums):
 
     def relative_error(self) -> float | None:
         """Return Σ stderr / Σ F so far, of all processes, which must come here together; None while F is zero."""
-        total = sum(float(part.double().sum()) for part in self._squares if part is not None)
-        error = sum(float(self._standard_error(i).double().sum()) for i in range(len(self._fourths)))
+        mine = [i for i in range(len(self._squares)) if self._shards.is_counted(i)]
+        total = sum(float(part.double().sum()) for i in mine if (part := self._squares[i]) is not None)
+        error = sum(float(self._standard_error(i).double().sum()) for i in mine)
         totals, errors = zip(*self._shards.processes.gather("relative error", [total, error]), strict=True)
         return math.fsum(errors) / math.fsum(totals) if any(totals) else None

@@ -1,42 +1,26 @@
-"""Parameters in FSDP2 (`fully_shard`), of which each process holds a part, and sums of which each keeps its part.
-
-A module computes with whole parameters, which are in memory during its forward and its backward pass alone.  These are
-the ones that autograd knows, so that its gradients, before FSDP reduces them, are those of this process's batch.  What
-is computed from them has the full size for a moment; it is then added up over processes and divided among them as FSDP
-does with gradients (reduce-scatter), one layer after the other:
-
-    rule ─► Σ_n g_n² over the local batch, full size ─► LayerSums ─► Σ over processes, this process's part
-
-Processes need not have the same parameters at the same time, such as experts without tokens: what arrives in a layer is
-agreed on before it is reduced.
-"""
+"""Parameters in FSDP2: modules hold parts, and compute with whole ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from neuromanifold.core.checks import message
-from neuromanifold.problem.fingerprint import Thinned, fingerprint
+from neuromanifold.persample.shards.base import FINGERPRINTED, Shards, Take
+from neuromanifold.problem.fingerprint import Thinned
 
-_FINGERPRINTED = 1024  # numbers of each parameter
 
-
-class Shards:
-    """The chosen parameters of a model in FSDP2: what modules hold, and what they compute with."""
+class FullyShard(Shards):
+    """The parameters of a model in FSDP2: modules hold parts, and compute with whole ones."""
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], processes: Any) -> None:
         """Gather each FSDP module once; all processes must do so together."""
         from torch.distributed.fsdp import FSDPModule  # which takes long to import
 
-        self.processes = processes
-        self.held: list[Any] = list(parameters.values())
-        """The parts, as DTensors: what modules hold while they do not compute."""
+        super().__init__(parameters, processes)
         self._modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         numbers = {id(parameter): i for i, parameter in enumerate(self.held)}
         places = [
@@ -48,21 +32,19 @@ class Shards:
         whole: dict[int, nn.Parameter] = {}
         self.units: dict[int, int] = {}
         """Which FSDP module gathers each parameter."""
-        self.thinned: dict[str, Thinned] = {}
-        """Some numbers of each whole parameter, for fingerprints."""
-        names = list(parameters)
+        names = self.names
         for unit, module in enumerate(self._modules):
             module.unshard()
             for owner, name, i in places:
                 gathered: Any = owner._parameters[name]
                 if i not in whole and gathered is not self.held[i]:
                     whole[i], self.units[i] = gathered, unit
-                    self.thinned[names[i]] = Thinned.of(gathered, _FINGERPRINTED)
+                    self.thinned[names[i]] = Thinned.of(gathered, FINGERPRINTED)
             module.reshard()
         self._check(names, whole)
         self.thinned = {name: self.thinned[name] for name in names}
         self.whole = [whole[i] for i in range(len(names))]
-        """What modules compute with, and autograd knows; their memory is there only while they do."""
+        # their memory is there only while modules compute
 
     def _check(self, names: list[str], whole: dict[int, nn.Parameter]) -> None:
         advice = "Use fully_shard on a mesh of all processes, without tensor parallelism, or leave it out with "
@@ -81,20 +63,18 @@ class Shards:
             if got:
                 raise ValueError(message("model", "sharded by FSDP2 (fully_shard) alone", got, advice))
 
-    @property
-    def fingerprint(self) -> str:
-        """Of all parameters: that of the same model on one process."""
-        return fingerprint(*self.thinned.items())
+    @override
+    def squared(self, i: int) -> Tensor:
+        return self.whole[i]
 
+    @override
+    def sums(self, take: Take) -> LayerSums:
+        return LayerSums(self, take)
+
+    @override
     def reshard(self) -> None:
-        """Free whole parameters that FSDP keeps after a forward pass."""
         for module in self._modules:
             module.reshard()
-
-    def part(self, i: int) -> Tensor:
-        """The part of a parameter that this process holds."""
-        local: Tensor = self.held[i].to_local()
-        return local
 
     def reduced(self, i: int, whole: Tensor) -> Tensor:
         """Add up tensors of a parameter's full size over processes; return this process's part of the sum."""
@@ -106,61 +86,11 @@ class Shards:
         part: Tensor = summed.redistribute(placements=held.placements).to_local()
         return part.to(held.device)
 
-    def part_of(self, i: int, whole: Tensor) -> Tensor:
-        """Return this process's part of a tensor of a parameter's size, which all processes have."""
-        from torch.distributed.tensor import distribute_tensor
-
-        held = self.held[i]
-        given = whole.to(held.to_local().device)
-        local: Tensor = distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None).to_local()
-        return local.clone()
-
-    def as_whole(self, i: int, part: Tensor) -> Any:
-        """Return parts of all processes as one distributed tensor, in the parameter's shape."""
-        from torch.distributed.tensor import DTensor
-
-        held = self.held[i]
-        shape = {"shape": held.shape, "stride": held.stride()}
-        return DTensor.from_local(part, held.device_mesh, held.placements, run_check=False, **shape)
-
-    @contextmanager
-    def streamed(self, numbers: list[int], take: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Hand autograd's gradients of some parameters to `take` as they come: `autograd.grad` returns zeros."""
-
-        def hook(i: int) -> Callable[[Tensor], Tensor]:
-            def hand_over(g: Tensor) -> Tensor:
-                take(i, g.to_dense() if g.layout != torch.strided else g)
-                return g.new_zeros(()).expand(g.shape)  # which has no memory of its own
-
-            return hand_over
-
-        wholes: list[Any] = self.whole  # whose method has no types
-        handles = [wholes[i].register_hook(hook(i)) for i in numbers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def any_process(shards: Shards | None, what: str, flag: bool) -> bool:
-    """Whether a flag is set in any of the processes that have parts of the parameters; without parts, in this one."""
-    return flag if shards is None else any(shards.processes.gather(what, flag))
-
-
-def union_of_processes(shards: Shards | None, what: str, numbers: Set[int]) -> frozenset[int]:
-    """Return the numbers of all processes that have parts of the parameters; without parts, those of this one."""
-    return frozenset(numbers if shards is None else chain(*shards.processes.gather(what, sorted(numbers))))
-
-
-Take = Callable[[int, str, Tensor], None]
-"""Takes this process's part of a sum over processes: the parameter's number, what it is, and the part."""
-
 
 class LayerSums:
     """Full-size tensors of one layer's parameters, added up over processes once those of another layer come."""
 
-    def __init__(self, shards: Shards, take: Take) -> None:
+    def __init__(self, shards: FullyShard, take: Take) -> None:
         self._shards, self._take = shards, take
         self._unit = -1
         self._waiting: dict[tuple[int, str], Tensor] = {}
