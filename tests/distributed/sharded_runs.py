@@ -103,6 +103,10 @@ def compare(
         torch.testing.assert_close(found.sums[name], expected.sums[name], rtol=tolerance, atol=1e-12, msg=name)
         if noise:
             torch.testing.assert_close(found.noise[name], expected.noise[name], rtol=1e-4, atol=1e-12, msg=name)
+    assert found.error_bars == expected.error_bars
+    assert list(found.noiseless) == list(expected.noiseless)
+    for name, value in expected.noiseless.items():
+        torch.testing.assert_close(found.noiseless[name], value, rtol=tolerance, atol=1e-12, msg=name)
     ours, theirs = found.provenance, expected.provenance
     assert (found.count, found.positions, ours.batches) == (expected.count, expected.positions, theirs.batches)
     assert ours.granularity == theirs.granularity
@@ -249,6 +253,65 @@ def kinds(rank: int) -> None:
     assert abs(float(soon.trace) / float(whole.trace) - 1) < 1e-6
 
 
+def error_bars(_: int, folder: Path, columns: bool) -> None:
+    """One number for each row of a weight, in parts: of weights divided along rows or columns; added, saved, `rows`."""
+    world, data = dist.get_world_size(), runs.batches(5)
+    several = nm.Hutchinson(3)  # one of whose passes has no noise
+    whole = partial(nm.fisher_diagonal, network(), data, several, distributed=False)
+
+    def divided(error_bars: Any = "rows", mesh: Any = None, **options: Any) -> Any:
+        model = network()
+        place = (lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None) if columns else None
+        shard(model, middle(model), mesh, shard_placement_fn=place)
+        return nm.fisher_diagonal(model, data, several, error_bars=error_bars, **options)
+
+    found, expected = divided(), whole(error_bars="rows")
+    compare(found.gathered(), expected)
+    kept = {name: part.to_local().numel() for name, part in found.noise.items()}
+    assert sum(kept.values()) < sum(len(sums) for sums in expected.sums.values())
+    compare(found.rows.gathered(), expected.rows)
+    found.rows.save(folder / "rows.safetensors")
+    assert found.relative_error == pytest.approx(expected.relative_error, rel=1e-5)
+    fine, coarse = (divided(kind, shard=(i, 2)) for i, kind in enumerate([True, "rows"]))
+    both = [whole(error_bars=kind, shard=(i, 2)) for i, kind in enumerate([True, "rows"])]
+    compare(fine.rows.gathered(), both[0].rows)
+    total = fine + coarse
+    total.save(folder / "sum.safetensors")
+    dist.barrier()
+    compare(nm.load(folder / "rows.safetensors"), expected.rows)
+    compare(nm.load(folder / "sum.safetensors"), both[0] + both[1])
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        compare(divided(mesh=mesh).gathered(), expected)
+
+
+def choice_of_error_bars(_: int) -> None:
+    """By size, as for a whole model; none; and what `rtol` needs."""
+    model, data = network(), runs.batches(2)
+    shard(model, middle(model))
+    assert nm.fisher_diagonal(model, data).error_bars is True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("neuromanifold.run.settings.LARGE", 100)
+        assert nm.fisher_diagonal(model, data).error_bars == "rows"
+    found = nm.fisher_diagonal(model, data, error_bars=False).gathered()
+    assert not found.noise
+    compare(found, nm.fisher_diagonal(network(), data, distributed=False, error_bars=False), noise=False)
+    with pytest.raises(ValueError, match="`error_bars` must be True or 'rows' with rtol, got False"):
+        nm.fisher_diagonal(model, data, error_bars=False, rtol=0.1)
+
+
+def soon_enough(_: int) -> None:
+    """With error bars of rows, which are more accurate than those of entries, a run ends sooner at its tolerance."""
+    model, data = network(), runs.batches(60)
+    shard(model, middle(model))
+    found = nm.fisher_diagonal(model, data, rtol=0.2, error_bars="rows")
+    batches = found.provenance.batches
+    assert 1 < batches < nm.fisher_diagonal(model, data, rtol=0.2, error_bars=True).provenance.batches < 60
+    assert found.relative_error <= 0.2
+    whole = nm.fisher_diagonal(network(), data[:batches], error_bars="rows", distributed=False)
+    compare(found.gathered(), whole, noise=batches * 16 <= 128)
+
+
 def one_layer_at_a_time(_: int) -> None:
     """How many squares there are at full size at a time: those of one FSDP module, be it a layer or the whole model."""
     sizes: list[int] = []
@@ -346,7 +409,7 @@ def saved(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "save_tensors", counted)
         (parts[0] + parts[1]).save(path)
-    with pytest.raises(ValueError, match="`fim` must be whole for intervals, rows, comparisons and pages"):
+    with pytest.raises(ValueError, match="`fim` must be whole for intervals, comparisons and pages"):
         parts[0].compare(parts[1])
     assert str(parts[0]).startswith("ShardedFisher (per sample): 10 parameters")
     entries = sum(parameter.numel() for parameter in model.parameters())

@@ -25,10 +25,10 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem, refuse_a_part
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import Provenance
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.fisher import make_provenance

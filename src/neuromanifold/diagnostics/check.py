@@ -28,10 +28,10 @@ from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, e
 from neuromanifold.diagnostics.runs import Runs, expected_warnings_ignored, short_name, timed
 from neuromanifold.estimators import Estimator, Exact, Hutchinson
 from neuromanifold.problem.batches import sample_dim
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.progress import tracked
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.fisher import diagonal_of
 from neuromanifold.run.settings import LoopOptions, Settings, choose_granularity
 

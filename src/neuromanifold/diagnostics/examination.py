@@ -15,7 +15,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.estimators import Hutchinson
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.engine import PerSampleGradients
-from neuromanifold.persample.graph import consumers
+from neuromanifold.persample.graph import Graph
 from neuromanifold.persample.verify import Reference
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
@@ -156,7 +156,7 @@ def _reasons(problem: Problem, batch: Batch, repeats: bool, apart: bool) -> dict
     if (
         apart
         and logits.grad_fn is not None
-        and any("BackwardBackward" in node.name() for node in consumers(logits.grad_fn))
+        and any("BackwardBackward" in node.name() for node in Graph.of(logits.grad_fn, len(logits)).users)
     ):
         wrong += ", since forward takes derivatives itself"
     reasons = dict.fromkeys(every, wrong) | dict.fromkeys(uses.remaining, _NO_RULE)

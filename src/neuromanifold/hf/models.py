@@ -17,7 +17,7 @@ from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import integer_in_range, message, random_seed
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
-from neuromanifold.problem.validation import Likelihood
+from neuromanifold.problem.cotangents import Likelihood
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

@@ -22,7 +22,7 @@ from neuromanifold.persample.accumulate.base import Pass, TakesForms
 from neuromanifold.persample.gradients import Form, add
 from neuromanifold.persample.graph import BroadcastSite, Site
 from neuromanifold.persample.hooks import Capture, Hooks
-from neuromanifold.persample.layouts import Layout
+from neuromanifold.persample.places import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses
 from neuromanifold.persample.shards import on_this_process, own_part
 

@@ -23,7 +23,7 @@ from neuromanifold.persample.accumulate.base import Pass, read_back
 from neuromanifold.persample.backward import PerSampleBackward, dense
 from neuromanifold.persample.gradients import Dense, Form, root_mean_square
 from neuromanifold.persample.hooks import Hooks
-from neuromanifold.persample.layouts import Layout
+from neuromanifold.persample.places import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
 from neuromanifold.persample.shards import Shards, any_process, on_this_process, union_of_processes
 

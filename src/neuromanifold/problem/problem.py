@@ -25,6 +25,7 @@ from neuromanifold.core.checks import integer_in_range, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch
+from neuromanifold.problem.cotangents import Distributions, LateValidation, Likelihood, distributions
 from neuromanifold.problem.model import (
     Selection,
     ShiftLabels,
@@ -48,7 +49,6 @@ from neuromanifold.problem.outputs import Outputs, is_readable, read_outputs
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.repeated import RepeatedBatches
 from neuromanifold.problem.unchanged import unchanged
-from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood, distributions
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,12 @@ class Problem:
     @cached_property
     def sharded(self) -> bool:
         """Whether FSDP2 or tensor parallelism has divided the parameters among processes."""
-        return is_sharded(self.model) or is_tensor_parallel(self.model)
+        return is_sharded(self.model) or self.tensor_parallel
+
+    @cached_property
+    def tensor_parallel(self) -> bool:
+        """Whether all processes are one replica, each with a part of the parameters."""
+        return is_tensor_parallel(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import message, warn
-from neuromanifold.persample import findings
 from neuromanifold.persample.accumulate import GradientSums, SharedSums
+from neuromanifold.persample.engine import merged_findings
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.results.files import FileError, load_tensors, remove_unfinished, save_tensors
 from neuromanifold.run.counts import Counts
@@ -285,7 +285,7 @@ def merged_methods(states: list[dict[str, Any]]) -> dict[str, Any]:
     first = dict(states[0])
     first["passes"] = sum(state["passes"] for state in states)
     if engines := [state["engine"] for state in states if "engine" in state]:
-        first["engine"] = findings.merged(engines)
+        first["engine"] = merged_findings(engines)
     return first
 
 

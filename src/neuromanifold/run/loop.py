@@ -21,9 +21,8 @@ from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Reporter
 from neuromanifold.run.checkpoint import CheckpointedRun
-from neuromanifold.run.counts import Counts
+from neuromanifold.run.counts import Counts, Reporter
 from neuromanifold.run.dealing import Dealing, DealtWindows, Window, deal
 from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.methods import Method, make_method

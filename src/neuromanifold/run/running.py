@@ -12,10 +12,9 @@ from neuromanifold.core.checks import message, promoted, random_seed
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate.base import zero_sums
 from neuromanifold.persample.backward import BatchBackward, involves_half
-from neuromanifold.problem.cotangents import batch_seed, cotangents
+from neuromanifold.problem.cotangents import LateValidation, Likelihood, batch_seed, cotangents
 from neuromanifold.problem.model import Selection, check_whole, select_parameters
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.validation import LateValidation, Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.settings import choose_granularity
 

@@ -133,9 +133,7 @@ class KroneckerFisher(StoredMetric):
             block.scatter(block.back(unit.view(-1, *block.eigenvalues.shape)), columns, self.layout.slices)
             vectors[:, own] = columns
             start += size
-        scaled = values[chosen] / self._divisor
-        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
-        return Eigenpairs(scaled, vectors, residuals, 0)
+        return self._eigenpairs(values[chosen], vectors, 0)
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I) = Σ log(E + damping); half of it is the log volume element."""
@@ -154,9 +152,7 @@ class KroneckerFisher(StoredMetric):
         tol = self._tolerance(tol)
         block, back = self._read(rhs, "rhs")
         x = self._apply(block, self._powers(damping, -1.0))
-        residual = torch.linalg.vector_norm(block - self._scaled(x) - damping * x, dim=0)
-        sizes = torch.linalg.vector_norm(block, dim=0).clamp(min=torch.finfo(block.dtype).tiny)
-        return self._solution(back(x), residual / sizes, tol)
+        return self._solution(back(x), self._residuals(x, block, damping), tol)
 
     def inverse_square_root(self, v: V, damping: float = 0.0) -> V:
         """(F + damping I)^(-½) v: ‖result‖² = vᵀ (F + damping I)⁻¹ v."""

@@ -21,17 +21,15 @@ from neuromanifold.operators.kronecker.blocks import EigenBlock, Eigenvectors, K
 from neuromanifold.operators.kronecker.result import KroneckerFisher
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.persample.accumulate import Basis, EigenvalueSums, FactorShape, FactorSums, WeightSharing
-from neuromanifold.problem.cotangents import batch_seed
+from neuromanifold.problem.cotangents import Likelihood, batch_seed
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Observer
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.loop import run
 from neuromanifold.run.methods import Method, make_method
 from neuromanifold.run.processes import together
-from neuromanifold.run.settings import Checkpoint, Distributed, LoopOptions, Settings
+from neuromanifold.run.settings import Checkpoint, Distributed, LoopOptions, Observer, Settings
 
 _KINDS: tuple[Kind, ...] = ("kronecker", "table", "tied table")  # by FactorShape.tables
 _SECOND = 2**31  # no batch has this number: its seed is that of the second pass

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from neuromanifold.persample.shards.base import Shards, any_process, is_distributed, union_of_processes
+from neuromanifold.persample.shards.base import Shards, any_process, is_distributed, row_placements, union_of_processes
 from neuromanifold.persample.shards.fully_shard import FullyShard, LayerSums
 from neuromanifold.persample.shards.tensor_parallel import TensorParallel, on_this_process, own_part
 
@@ -37,6 +37,7 @@ __all__ = [
     "is_distributed",
     "on_this_process",
     "own_part",
+    "row_placements",
     "shards_of",
     "union_of_processes",
 ]

@@ -25,6 +25,9 @@ class AddsParts(Protocol):
     def put(self, i: int, kind: str, tensor: Tensor) -> None:
         """Take a tensor of a parameter, of the size that `Shards.squared` has."""
 
+    def reach(self, i: int) -> None:
+        """Come to a parameter without a tensor of it."""
+
     def flush(self) -> None:
         """Hand on what is still waiting; all processes must come here as often."""
 
@@ -64,22 +67,28 @@ class Shards(ABC):
         return local
 
     def part_of(self, i: int, whole: Tensor) -> Tensor:
-        """Return this process's part of a tensor of a parameter's size, which all processes have."""
+        """Return this process's part of a tensor of a parameter's size, or of its rows' number, that all have."""
         from torch.distributed.tensor import distribute_tensor
 
         held, given = self.held[i], whole.to(self.part(i).device)
         if not is_distributed(held):
             return given.clone()
-        local: Tensor = distribute_tensor(given, held.device_mesh, held.placements, src_data_rank=None).to_local()
+        placements = self._placements(i, whole)
+        local: Tensor = distribute_tensor(given, held.device_mesh, placements, src_data_rank=None).to_local()
         return local.clone()
 
     def as_whole(self, i: int, part: Tensor) -> Any:
-        """Return parts of all processes as one distributed tensor, in the parameter's shape."""
+        """Return parts of all processes as one distributed tensor, of the parameter's shape or of its rows' number."""
         from torch.distributed.tensor import DTensor
 
-        held = self.held[i]
-        shape = {"shape": held.shape, "stride": held.stride()}
-        return DTensor.from_local(part, held.device_mesh, held.placements, run_check=False, **shape)
+        held, by_row = self.held[i], part.ndim < self.held[i].ndim
+        shape = {"shape": held.shape[:1] if by_row else held.shape, "stride": (1,) if by_row else held.stride()}
+        return DTensor.from_local(part, held.device_mesh, self._placements(i, part), run_check=False, **shape)
+
+    def _placements(self, i: int, tensor: Tensor) -> Any:
+        """Where the parts of such a tensor are: those of the parameter, or of one number for each of its rows."""
+        placements = self.held[i].placements
+        return placements if tensor.ndim == self.held[i].ndim else row_placements(placements)
 
     @abstractmethod
     def squared(self, i: int) -> Tensor:
@@ -146,3 +155,10 @@ def union_of_processes(shards: Shards | None, what: str, numbers: Set[int]) -> f
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, whose class takes long to import."""
     return hasattr(tensor, "placements")
+
+
+def row_placements(placements: Any) -> list[Any]:
+    """Return where numbers for each row of a distributed tensor are: in parts, along whatever the tensor is divided."""
+    from torch.distributed.tensor import Shard
+
+    return [Shard(0) if one.is_shard() else one for one in placements]

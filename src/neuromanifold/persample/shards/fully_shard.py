@@ -77,13 +77,13 @@ class FullyShard(Shards):
             module.reshard()
 
     def reduced(self, i: int, whole: Tensor) -> Tensor:
-        """Add up tensors of a parameter's full size over processes; return this process's part of the sum."""
+        """Add up tensors of a parameter's full size, or of its rows' number, over processes; return this one's part."""
         from torch.distributed.tensor import DTensor, Partial
 
         held = self.held[i]
         mesh = held.device_mesh
         summed = DTensor.from_local(whole.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
-        part: Tensor = summed.redistribute(placements=held.placements).to_local()
+        part: Tensor = summed.redistribute(placements=self._placements(i, whole)).to_local()
         return part.to(held.device)
 
 
@@ -96,27 +96,31 @@ class LayerSums:
         self._waiting: dict[tuple[int, str], Tensor] = {}
 
     def put(self, i: int, kind: str, whole: Tensor) -> None:
-        """Take a tensor of a parameter's size; those of one kind that come to a parameter in turn are added."""
+        """Take a tensor of a parameter's size, or of its rows' number; those of one kind and parameter are added."""
+        self.reach(i)
+        before = self._waiting.get((i, kind))
+        self._waiting[i, kind] = whole if before is None else before.add_(whole)
+
+    def reach(self, i: int) -> None:
+        """Come to the layer of a parameter; what is waiting of another one is added up."""
         unit = self._shards.units[i]
         if unit != self._unit:
             self.flush()
             self._unit = unit
-        before = self._waiting.get((i, kind))
-        self._waiting[i, kind] = whole if before is None else before.add_(whole)
 
     @torch.no_grad()
     def flush(self) -> None:
         """Add up what is waiting; all processes must come here as often."""
         processes = self._shards.processes
-        mine = [[i, kind, str(whole.dtype)] for (i, kind), whole in self._waiting.items()]
+        mine = [[i, kind, str(whole.dtype), *whole.shape] for (i, kind), whole in self._waiting.items()]
         of_all = processes.gather("layer", [self._unit, mine])
         if len({unit for unit, _ in of_all}) > 1:
             expected = "one whose gradients come to the same layers on all processes, in the same order"
             raise ValueError(message("model", expected, f"FSDP modules {[unit for unit, _ in of_all]} at a time"))
         waiting, self._waiting, self._unit = self._waiting, {}, -1
-        for i, kind, dtype in sorted({tuple(one) for _, some in of_all for one in some}):
+        for i, kind, dtype, *shape in sorted({tuple(one) for _, some in of_all for one in some}):
             whole = waiting.pop((i, kind), None)
             if whole is None:
                 like = self._shards.whole[i]
-                whole = torch.zeros(like.shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=like.device)
+                whole = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=like.device)
             self._take(i, kind, self._shards.reduced(i, whole))

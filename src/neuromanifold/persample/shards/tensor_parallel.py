@@ -165,6 +165,9 @@ class OwnSums:
         """Hand a tensor of a parameter's part on."""
         self._take(i, kind, part)
 
+    def reach(self, i: int) -> None:
+        """Do nothing: no process has passes that others have not."""
+
     def flush(self) -> None:
         """Do nothing: all that was put has been handed on."""
 

@@ -25,8 +25,7 @@ from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Reporter
-from neuromanifold.run.counts import Counts
+from neuromanifold.run.counts import Counts, Reporter
 from neuromanifold.run.dealing import Chain, Dealing, deal
 from neuromanifold.run.lockstep.checkpoint import ShardedCheckpoint
 from neuromanifold.run.lockstep.method import Lockstep

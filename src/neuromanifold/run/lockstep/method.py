@@ -27,16 +27,28 @@ T = TypeVar("T")
 
 
 class _Nothing:
-    """Takes gradients of a batch that this process runs only for the others."""
+    """Drops the gradients of a pass that this process runs only for the others; takes part in adding up theirs."""
+
+    def __init__(self, sums: ShardedSums | None = None) -> None:
+        self._sums = sums
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Drop them."""
+        del made_by
+        if self._sums is not None and form.samples:
+            self._sums.pass_over(i)
 
     def add(self, gradients: list[Tensor | None], made_by: Pass) -> None:
         """Drop them."""
+        del made_by
+        for i, g in enumerate(gradients):
+            if self._sums is not None and g is not None:
+                self._sums.pass_over(i)
 
     def end_pass(self) -> None:
-        """Do nothing."""
+        """End the pass."""
+        if self._sums is not None:
+            self._sums.end_pass()
 
 
 class Lockstep(PerSample):
@@ -119,7 +131,7 @@ class Lockstep(PerSample):
         self.passes += one is not None
 
     def _sink(self, sums: GradientSums, piece: Tensor | None) -> Any:
-        return sums if piece is not None or isinstance(sums, ShardedSums) else _Nothing()
+        return sums if piece is not None else _Nothing(sums if isinstance(sums, ShardedSums) else None)
 
     def _take(self, sink: Any, made_by: Pass, i: int, g: Tensor) -> None:
         gradients: list[Tensor | None] = [None] * len(self.engine.parameters)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import finite_number, message, promoted
-from neuromanifold.problem.validation import Likelihood
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.run.running import TrainingProbes, check_decay, check_graph, check_mask
 
 __all__ = ["FisherAdam", "FisherSGD"]
@@ -216,10 +216,7 @@ class FisherAdam(FisherOptimizer):
         beta: weight of the past in m, Adam's β₁.
         eps: added to the denominator.
         clip: the largest change of an entry, in units of lr.
-        weight_decay: decoupled, as in AdamW.
-        fisher_decay: weight of the past in F̄.
-        likelihood: what the logits mean, as in `fisher_diagonal`.
-        seed: random seed of the probes.
+        weight_decay, fisher_decay, likelihood, seed: as of `FisherSGD`.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
