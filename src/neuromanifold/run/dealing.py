@@ -42,6 +42,12 @@ class Dealing:
     rank: int = 0
     world: int = 1
     own_data: bool = False
+    one_replica: bool = False  # all processes do the same batches, as in tensor parallelism
+
+    @property
+    def at_once(self) -> int:
+        """How many batches all processes do at the same time."""
+        return 1 if self.one_replica else self.world
 
     @property
     def compares(self) -> bool:
@@ -58,7 +64,7 @@ class Dealing:
 
     def is_mine(self, place: int) -> bool:
         """Whether this process does a window of the shard."""
-        return self.own_data or self.turn(place)[1] == self.rank
+        return self.own_data or self.one_replica or self.turn(place)[1] == self.rank
 
     def turn(self, place: int) -> tuple[int, int]:
         """In which round of the processes a window is done, and by which of them."""
@@ -165,11 +171,19 @@ _ADVICE += "which any other has, say so: distributed='own data'."
 
 
 def deal(
-    items: Iterator[object], processes: Processes, method: Method, sums: GradientSums, options: LoopOptions
+    items: Iterator[object],
+    processes: Processes,
+    method: Method,
+    sums: GradientSums,
+    options: LoopOptions,
+    one_replica: bool = False,
 ) -> tuple[Iterator[object], Dealing]:
-    """Return the items, and how they are dealt, after comparing what all processes are about to do."""
+    """Return the items, and how they are dealt, after comparing what all processes are about to do.
+
+    `one_replica`: all processes do the same batches.
+    """
     window, problem = method.settings.estimator.window, method.problem
-    dealing = Dealing(options.shard, window, processes.rank, processes.world)
+    dealing = Dealing(options.shard, window, processes.rank, processes.world, one_replica=one_replica)
     if not processes.several:
         return items, dealing
     head = list(islice(items, 1))
@@ -177,6 +191,9 @@ def deal(
     identity = identity_of(method, sums, options.shard, most=_COMPARED)
     identity |= {"checkpoint": options.checkpoint is not None, "on_interrupt": options.on_interrupt}
     own_data = _agree(processes, options.distributed, problem.data, first, identity, problem.device)
+    if own_data and one_replica:
+        advice = "Leave out the DistributedSampler, or distributed='own data': each process has a part of each layer."
+        raise ValueError(message("data", "the same on all processes of a tensor-parallel model", "a part each", advice))
     return chain(head, items), replace(dealing, own_data=own_data)
 
 

@@ -72,6 +72,10 @@ class Form(ABC):
         del start, stop, matrix, constant
         return None
 
+    def part(self, dim: int, start: int, length: int) -> Form:
+        """Return the gradients of a part of the parameter: `length` entries of dimension `dim`, from `start` on."""
+        raise NotImplementedError(f"A part of {type(self).__name__} gradients.")
+
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
         return ranges(self.samples, self.samples)
@@ -100,6 +104,10 @@ class Dense(Form):
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self.values[start:stop].to(dtype, copy=True)
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Dense:
+        return Dense(self.values.narrow(dim + 1, start, length))
 
     def values_for(self, parameter: Tensor) -> Tensor:
         """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
@@ -144,6 +152,14 @@ class Product(Form):
     def product_of(self, start: int, stop: int) -> Product:
         whole = (start, stop) == (0, self.samples)
         return self if whole else replace(self, left=self.left[start:stop], right=self.right[start:stop])
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        left, right = self.left, self.right
+        if self.shape != (left.shape[-1], right.shape[-1]):
+            return super().part(dim, start, length)
+        left, right = (left, right.narrow(-1, start, length)) if dim else (left.narrow(-1, start, length), right)
+        return Product(left, right, turned=self.turned)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""

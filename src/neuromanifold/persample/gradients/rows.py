@@ -39,6 +39,16 @@ class Rows(Form):
         ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
         return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
 
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        if dim:
+            return Rows(self.values.narrow(2, start, length), self.ids, self.rows)
+        if not length:
+            return Dense(self.values.new_zeros(self.samples, 0, self.shape[1]))
+        own = (self.ids >= start) & (self.ids < start + length)
+        values = torch.where(own[..., None], self.values, 0.0)
+        return Rows(values, torch.where(own, self.ids - start, 0), length)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n, added into the rows that are looked up."""
         values = self.values.to(weights.dtype) * weights[:, None, None]
