@@ -59,6 +59,11 @@ class Form(ABC):
             total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
         return total
 
+    def select(self, rows: Tensor) -> Form:
+        """Return the gradients of some of the samples, given by their numbers [m]."""
+        found = [self.gradients(n, n + 1, torch.float64) for n in rows.tolist()]
+        return Dense(torch.cat(found) if found else torch.zeros(0, *self.shape, device=self.device))
+
     def product_of(self, start: int, stop: int) -> Product | None:
         """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are no such sum."""
         del start, stop
@@ -98,6 +103,10 @@ class Dense(Form):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self.values[start:stop].to(dtype, copy=True)
 
+    @override
+    def select(self, rows: Tensor) -> Dense:
+        return Dense(self.values[rows])
+
     def values_for(self, parameter: Tensor) -> Tensor:
         """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
         if self.shape.numel() != parameter.shape.numel():
@@ -136,6 +145,10 @@ class Product(Form):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
         return (left.mT @ right).view(stop - start, *self.shape)
+
+    @override
+    def select(self, rows: Tensor) -> Product:
+        return replace(self, left=self.left[rows], right=self.right[rows])
 
     @override
     def product_of(self, start: int, stop: int) -> Product:
@@ -205,7 +218,9 @@ class Product(Form):
         if self.single:
             found = torch.ones((), dtype=dtype, device=self.device)
             for side in (self.left, self.right):  # of whose numbers no copies in float32 are made
-                found = found * torch.linalg.vector_norm(side[:, 0], dim=1, dtype=torch.promote_types(side.dtype, dtype))
+                found = found * torch.linalg.vector_norm(
+                    side[:, 0], dim=1, dtype=torch.promote_types(side.dtype, dtype)
+                )
             return found.square().to(dtype)
         if positions * (outs + ins) > outs * ins:
             return super().squared_norms(dtype)
@@ -235,6 +250,10 @@ class Rows(Form):
         table = torch.zeros(stop - start, *self.shape, dtype=dtype, device=self.device)
         ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
         return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
+
+    @override
+    def select(self, rows: Tensor) -> Rows:
+        return replace(self, values=self.values[rows], ids=self.ids[rows])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n, added into the rows that are looked up."""

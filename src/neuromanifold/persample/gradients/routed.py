@@ -64,6 +64,15 @@ class Routed(Form):
         return found.view(stop - start, *self.shape)
 
     @override
+    def select(self, rows: Tensor) -> Routed:
+        numbers = torch.full((self.samples,), -1, device=self.device)
+        numbers[rows] = torch.arange(len(rows), device=self.device)
+        owners = numbers[self.owners]
+        here = owners >= 0
+        sides = self.left[here], self.right[here], owners[here], self.experts[here]
+        return Routed(*sides, len(rows), self.shape, self.turned)
+
+    @override
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product for each matrix."""
         sizes = self.left.shape[1], self.right.shape[1]

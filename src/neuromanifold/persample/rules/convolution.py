@@ -49,6 +49,10 @@ class Convolution(Form):
     def __post_init__(self) -> None:
         self.samples, self.device = self.x.shape[0], self.x.device
 
+    @override
+    def select(self, rows: Tensor) -> Convolution:
+        return replace(self, x=self.x[rows], g=self.g[rows])
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n as the gradient of a single sample that has all rows."""
         g = self.g.to(weights.dtype) * weights.view(-1, *[1] * (self.g.ndim - 1))
