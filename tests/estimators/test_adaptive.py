@@ -12,19 +12,9 @@ from torch import Tensor
 import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
-from neuromanifold.estimators import adaptive
-from neuromanifold.estimators.adaptive import (
-    Allocation,
-    Scores,
-    allocate,
-    chosen,
-    groups,
-    in_full_groups,
-    score,
-    score_everyone,
-    several,
-    strategy,
-)
+from neuromanifold.estimators import adaptive, allocation
+from neuromanifold.estimators.adaptive import chosen, groups, in_full_groups, several, strategy
+from neuromanifold.estimators.allocation import Allocation, Scores, allocate, score, score_everyone
 from neuromanifold.estimators.orthogonal import own_passes, remaining_noise
 from tests.estimators.probes import normal
 from tests.zscores import allowed_z_score, worst_z_score
@@ -177,7 +167,7 @@ def test_numbers_of_passes_between_those_of_the_table() -> None:
     assert scores.at(torch.tensor([3.0, 100.0])).tolist() == [2, 1]
     assert scores.of(torch.tensor([1])).at(torch.tensor([1.0])).tolist() == [2]
     for rank in (1, 2, 3, 9, 10, 50, 1000, 10**6):
-        choices = adaptive._choices(rank)
+        choices = allocation._choices(rank)
         assert choices == sorted(set(choices))
         assert (choices[0], choices[-1]) == (1, min(rank, 2**12))
         assert choices[: min(rank, 9)] == list(range(1, min(rank, 9) + 1))

@@ -27,18 +27,20 @@ from neuromanifold.estimators import Apart
 from neuromanifold.estimators.adaptive import (
     Adaptive,
     AfterFirst,
+    chosen,
+    groups,
+    in_full_groups,
+    several,
+    strategy,
+)
+from neuromanifold.estimators.allocation import (
     Allocation,
     Scores,
     allocate,
     allocate_to_everyone,
-    chosen,
-    groups,
-    in_full_groups,
     score,
     score_everyone,
-    several,
     several_passes,
-    strategy,
 )
 from neuromanifold.estimators.orthogonal import random_signs
 from neuromanifold.persample.accumulate import GradientSums
