@@ -29,6 +29,19 @@ class NoiseFactors(NamedTuple):
     token: float = 0.0
 
 
+class Apart(NamedTuple):
+    """Samples of a pass whose squares have another noise than those of the others."""
+
+    rows: Tensor  # [k]
+    others: Tensor  # [n - k]
+    noise_factor: float
+
+    def factors(self, otherwise: float, like: Tensor) -> Tensor:
+        """Return the noise factor of each sample, [n]."""
+        found = like.new_full((len(self.rows) + len(self.others),), otherwise)
+        return found.index_fill_(0, self.rows.to(like.device), self.noise_factor)
+
+
 class Estimator(ABC):
     """Base class of all estimators: how cotangents u with E[u uᵀ] = M are made from a core.
 

@@ -13,7 +13,7 @@ A run is shared by the processes of torch.distributed, of which there may be one
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
@@ -132,14 +132,14 @@ class Steps:
         captures = cuda_graphs is True or (cuda_graphs == "auto" and method.problem.device.type == "cuda")
         self._captured = CapturedSteps(method, sums, cuda_graphs) if captures else None
         adaptive = isinstance(method.settings.estimator, Adaptive)
-        self._do_passes = AdaptiveSteps(method, sums, counts) if adaptive else partial(map, self._one)
+        self._do_passes = AdaptiveSteps(method, sums, counts) if adaptive else self._one_by_one
         # With the method of an earlier run, its warnings have been given already.
         self._inspected, self._left_to_autograd = method.passes > 0, method.left_to_autograd
 
     def __call__(self, window: Window) -> None:
         """Do the passes of all batches of a window, and count them."""
-        batches = [self._method.problem.read(item, number) for number, item in window.items]
-        for batch, outputs in zip(batches, self._do_passes(batches), strict=True):
+        batches = (self._method.problem.read(item, number) for number, item in window.items)
+        for batch, outputs in self._do_passes(batches):
             self._examine(batch, outputs)
             self._counts.add(outputs)
             self._counts.end_batch(window.end)
@@ -152,6 +152,9 @@ class Steps:
         self._method.validation.flush()
         self._counts.note(self._method)
         self._counts.synchronize()
+
+    def _one_by_one(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Outputs]]:
+        return ((batch, self._one(batch)) for batch in batches)
 
     def _one(self, batch: Batch) -> Outputs:
         """Do the passes of a single batch, and return its outputs without their activations."""
