@@ -187,7 +187,7 @@ def _sharded_diagonal(
 ) -> ShardedFisher:
     """Return the diagonal of a model in FSDP2, of which each process has its part."""
     random = settings.estimator.noise_factor > 0
-    with sharded(problem, settings, options) as shards:
+    with sharded(problem, options) as shards:
         sums = ShardedSums(shards, fourth_powers=kind if random else False)
         counts = _run(problem, settings, sums, options, rtol, shards)
         names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
@@ -244,7 +244,7 @@ def fisher_trace(
     sums = TraceSums(estimator.noise_factor)
     with loading_offloaded(model, parameters):
         problem = Problem.of(*arguments, shards=True)
-        with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+        with sharded(problem, options) if problem.sharded else nullcontext() as shards:
             counts = _run(problem, settings, sums, options, rtol, shards)
         provenance = make_provenance(problem, settings, counts, options.shard)
     provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance
