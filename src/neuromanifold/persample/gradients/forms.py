@@ -62,6 +62,11 @@ class Form(ABC):
             total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
         return total
 
+    def select(self, rows: Tensor) -> Form:
+        """Return the gradients of some of the samples, given by their numbers [m]."""
+        found = [self.gradients(n, n + 1, torch.float64) for n in rows.tolist()]
+        return Dense(torch.cat(found) if found else torch.zeros(0, *self.shape, device=self.device))
+
     def product_of(self, start: int, stop: int) -> Product | None:
         """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are no such sum."""
         del start, stop
@@ -71,6 +76,10 @@ class Form(ABC):
         """Return `product_of` with right @ matrix + constant for the right side; None where that saves nothing."""
         del start, stop, matrix, constant
         return None
+
+    def part(self, dim: int, start: int, length: int) -> Form:
+        """Return the gradients of a part of the parameter: `length` entries of dimension `dim`, from `start` on."""
+        raise NotImplementedError(f"A part of {type(self).__name__} gradients.")
 
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
@@ -100,6 +109,14 @@ class Dense(Form):
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self.values[start:stop].to(dtype, copy=True)
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Dense:
+        return Dense(self.values.narrow(dim + 1, start, length))
+
+    @override
+    def select(self, rows: Tensor) -> Dense:
+        return Dense(self.values[rows])
 
     def values_for(self, parameter: Tensor) -> Tensor:
         """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
@@ -141,9 +158,21 @@ class Product(Form):
         return (left.mT @ right).view(stop - start, *self.shape)
 
     @override
+    def select(self, rows: Tensor) -> Product:
+        return replace(self, left=self.left[rows], right=self.right[rows])
+
+    @override
     def product_of(self, start: int, stop: int) -> Product:
         whole = (start, stop) == (0, self.samples)
         return self if whole else replace(self, left=self.left[start:stop], right=self.right[start:stop])
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        left, right = self.left, self.right
+        if self.shape != (left.shape[-1], right.shape[-1]):
+            return super().part(dim, start, length)
+        left, right = (left, right.narrow(-1, start, length)) if dim else (left.narrow(-1, start, length), right)
+        return Product(left, right, turned=self.turned)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""

@@ -20,7 +20,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
-from neuromanifold.persample.shards import Shards
+from neuromanifold.persample.shards import Shards, shards_of
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.outputs import Outputs
@@ -41,7 +41,7 @@ def sharded(problem: Problem, settings: Settings, options: LoopOptions) -> Itera
     with together(True) as processes, problem.session(), ExitStack() as stack:
         processes.join(True, problem.device)
         in_step = stack.enter_context(processes.in_step())
-        shards = Shards(problem.model, problem.parameters, in_step)
+        shards = shards_of(problem.model, problem.parameters, in_step)
         try:
             yield shards
         finally:
@@ -61,11 +61,11 @@ def run_sharded(
     shows = processes.rank == 0
     method = Lockstep(problem, settings, shards, tokens=sums.takes_tokens)
     items = problem.items(progress=options.progress is True and shows, description=options.description)
-    items, dealing = deal(items, processes, method, sums, options)
+    items, dealing = deal(items, processes, method, sums, options, one_replica=shards.one_replica)
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
     saved.resume(options.shard, dealing.own_data)
     mine, reporter = _Mine(items, dealing, saved), Reporter(options.progress if shows else False)
-    rounds, interrupts, stopped = saved.done.bit_count() // processes.world, Interrupts(wanted=True), ""
+    rounds, interrupts, stopped = saved.done.bit_count() // dealing.at_once, Interrupts(wanted=True), ""
     if rounds and accuracy.rtol is not None and is_due(rounds):
         stopped = _looked(shards, counts, sums, accuracy)
     with method.attached(), interrupts.noted(), processes.losses_named():
@@ -104,7 +104,7 @@ def run_sharded(
     if dealing.compares:
         mine.chain.compare(processes, not stopped)
     counts.note(method)
-    counts = Counts.total(processes.gather("counts", counts.shared(stopped, mine.first)))
+    counts = Counts.total(shards.of_replicas(processes.gather("counts", counts.shared(stopped, mine.first))))
     if isinstance(sums, TraceSums):
         processes.reduce(sums)
     if not counts.samples:
@@ -149,7 +149,7 @@ def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs, ind
 def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:
     """Return why it is enough, or nothing: all processes find the same."""
     processes = shards.processes.all
-    total = Counts.total(processes.gather("counts so far", counts.shared()))
+    total = Counts.total(shards.of_replicas(processes.gather("counts so far", counts.shared())))
     whole = processes.sum_of(sums) if isinstance(sums, TraceSums) else sums
     return accuracy.reached(total, whole)
 
@@ -163,7 +163,7 @@ class _Mine:
         """The number of the batch after the last one that was read."""
         self.first = ""
         """The fingerprint of batch 0."""
-        self.chain = Chain(2 * dealing.world)
+        self.chain = Chain(2 * dealing.at_once)
         self._spare: tuple[object, int] | None = None
 
     def following(self) -> tuple[object, int] | None:
