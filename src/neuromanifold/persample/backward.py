@@ -9,7 +9,7 @@ autograd ─► gradients at captured calls and at broadcast sites ─► forms 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
@@ -286,13 +286,6 @@ def largest_scale(cotangent: Tensor) -> float | None:
     """Return the largest power of two by which a cotangent may be multiplied in float16; None if it is zero."""
     largest = float(cotangent.abs().amax()) if cotangent.numel() else 0.0
     return 2.0 ** math.floor(math.log2(_LARGEST / largest)) if largest else None
-
-
-def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:
-    """Return whether float16 is used: by a parameter, or by autocast."""
-    kind = device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return autocast or torch.float16 in {*map(_DTYPE, parameters)}
 
 
 class BatchBackward:

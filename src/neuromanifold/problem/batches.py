@@ -7,11 +7,12 @@ tensor                 model(tensor)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from neuromanifold.core.checks import message
 
 T = TypeVar("T")
+_DTYPE = attrgetter("dtype")
 _SMALL = 64  # numbers of a tensor that are compared
 
 
@@ -259,3 +261,9 @@ def model_device(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def dtypes_in_use(parameters: Iterable[Tensor], device: torch.device) -> set[torch.dtype]:
+    """The dtypes that a model computes in: those of its parameters, and that of autocast where it is on."""
+    autocast = {torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set()
+    return {*map(_DTYPE, parameters), *autocast}
