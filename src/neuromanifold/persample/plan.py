@@ -25,7 +25,7 @@ from neuromanifold.persample.graph import BroadcastSite, Graph, Site, broadcast_
 from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.places import ROWS, SHARED, UNKNOWN, Layout, Place, owners, stacked
 from neuromanifold.persample.rules import Call, NotApplicableError
-from neuromanifold.persample.shards import is_distributed, on_this_process
+from neuromanifold.persample.shards import is_distributed
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")
@@ -63,7 +63,7 @@ class Use:
                 assert self.owners is not None
                 return {i: site.form(g, samples, self.owners)}
             return {i: site.form(g, samples, layout)}
-        capture, x = self.capture, on_this_process(self.capture.x)
+        capture, x = self.capture, self.capture.x
         if layout.shared:
             x = x.expand(samples, *x.shape)
         else:

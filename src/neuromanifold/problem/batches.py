@@ -43,12 +43,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Move all tensors, and all objects that have a `to` of their own, to a device."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
-            return value.to(device) if _moves_itself(value) else map_tensors(move, value, _moves_itself)
-
+        move = partial(_moved, device=device)
         kwargs = {key: move(value) for key, value in self.kwargs.items()} if self.kwargs else {}
         labels = None if self.labels is None else move(self.labels)
         return Batch(tuple(map(move, self.args)), kwargs, labels, self.number)
@@ -160,6 +155,14 @@ def _is_object(value: object) -> bool:
     if isinstance(value, other) or is_dataclass(value) or not hasattr(value, "__dict__"):
         return False
     return not any(isinstance(entry, nn.Module) for entry in vars(value).values())
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if _moves_itself(value):
+        return value.to(device)
+    return map_tensors(partial(_moved, device=device), value, _moves_itself)
 
 
 def _moves_itself(value: object) -> bool:
