@@ -5,7 +5,8 @@
     PYTHONPATH=src python benchmarks/gpu_session.py --profile DistilBERT-2 bf16
 
     checks      kernels against float64; whole networks against a float64 loop, in fp32, tf32, bf16 and fp16; CUDA
-                graphs against eager runs; language models; verification in every precision; unbiasedness
+                graphs against eager runs; language models; several processes and FSDP2; verification in every
+                precision; unbiasedness
     tests       the tests that need a GPU, by pytest where it is installed
     times       for each model and precision: time and memory over forward + backward
     ablation    each Triton kernel against torch
@@ -36,6 +37,7 @@ from gpu.kernels import run_kernels
 from gpu.language import run_language
 from gpu.models import ARCHITECTURES, PRECISIONS, TASKS
 from gpu.networks import run_networks
+from gpu.processes import run_processes
 from gpu.session import Session
 from gpu.suite import run_tests
 from gpu.times import run_times
@@ -54,6 +56,7 @@ def run_checks(session: Session) -> None:
     if any(ARCHITECTURES[architecture].language for architecture in architectures):
         with session.share(0.5):
             run_language(session)
+        run_processes(session)
     with session.share(0.6):
         run_networks(session, architectures)
     run_behaviour(session, architectures)

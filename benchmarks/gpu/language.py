@@ -2,13 +2,11 @@
 
 exact      the exact diagonal against float64
 eager      the same probes, squared by kernels and by torch; CUDA graphs against eager runs
-FSDP2      a model that is sharded among one process against the same as it is
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,8 +104,6 @@ def run_language(session: Session) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for run in RUNS:
                 checks[f"{kind}, {run}, {dtype}"] = partial(_eager, kind, run, dtype, session)
-    if session.device.type == "cuda":
-        checks["llama, FSDP2"] = partial(_sharded, session.device)
     for name, check in checks.items():
         found = session.guarded(f"language {name}", check)
         if isinstance(found, Missing):
@@ -123,12 +119,14 @@ Errors = list[tuple[str, float, float]]
 """What was compared, ‖found - expected‖/‖expected‖ of the worst parameter, and its limit."""
 
 
-def _data(vocabulary: int, batches: int, length: int) -> list[dict[str, Tensor]]:
+def random_batches(vocabulary: int, batches: int, length: int) -> list[dict[str, Tensor]]:
+    """Return batches of two sequences of random tokens."""
     generator = torch.Generator().manual_seed(1)
     return [{"input_ids": torch.randint(0, vocabulary, (2, length), generator=generator)} for _ in range(batches)]
 
 
-def _distances(name: str, found: nm.DiagonalFisher, expected: nm.DiagonalFisher, limit: float) -> Errors:
+def distances(name: str, found: nm.DiagonalFisher, expected: nm.DiagonalFisher, limit: float) -> Errors:
+    """Compare sums and squared standard errors."""
     errors: Errors = []
     for what in ("sums", "noise"):
         a, b = (dict(getattr(one, what)) for one in (found, expected))
@@ -139,38 +137,19 @@ def _distances(name: str, found: nm.DiagonalFisher, expected: nm.DiagonalFisher,
 
 
 def _exact(kind: str, device: torch.device) -> Errors:
-    model, batches = tiny(kind, 12), _data(12, 2, 6)
+    model, batches = tiny(kind, 12), random_batches(12, 2, 6)
     expected = nm.fisher_diagonal(copy.deepcopy(model).double(), batches, nm.Exact())
-    return _distances("float64", nm.fisher_diagonal(model.to(device), batches, nm.Exact()), expected, 1e-4)
+    return distances("float64", nm.fisher_diagonal(model.to(device), batches, nm.Exact()), expected, 1e-4)
 
 
 def _eager(kind: str, run: str, dtype: torch.dtype, session: Session) -> Errors:
     vocabulary, count = (50, 3) if session.options.quick else (700, 10)
-    model, batches = tiny(kind, vocabulary).to(session.device, dtype), _data(vocabulary, count, 40)
+    model, batches = tiny(kind, vocabulary).to(session.device, dtype), random_batches(vocabulary, count, 40)
     eager = nm.fisher_diagonal(model, batches, cuda_graphs=False, **RUNS[run])
     with dispatch.disabled("add_squares_of_products"):
         unfused = nm.fisher_diagonal(model, batches, cuda_graphs=False, **RUNS[run])
-    errors = _distances("kernels and torch", eager, unfused, 1e-4 if dtype is torch.float32 else 2e-2)
+    errors = distances("kernels and torch", eager, unfused, 1e-4 if dtype is torch.float32 else 2e-2)
     if session.device.type == "cuda":
         graphs = nm.fisher_diagonal(model, batches, cuda_graphs=True, **RUNS[run])
-        errors += _distances("graphs and eager", graphs, eager, 1e-6 if dtype is torch.float32 else 1e-3)
+        errors += distances("graphs and eager", graphs, eager, 1e-6 if dtype is torch.float32 else 1e-3)
     return errors
-
-
-def _sharded(device: torch.device) -> Errors:
-    from torch import distributed
-    from torch.distributed.fsdp import fully_shard
-
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29571"), ("RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
-    torch.cuda.set_device(0)
-    model, batches = tiny("llama", 50).to(device), _data(50, 4, 12)
-    expected = nm.fisher_diagonal(model, batches, cuda_graphs=False)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    try:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        found = nm.fisher_diagonal(fully_shard(model), batches).gathered()
-    finally:
-        distributed.destroy_process_group()
-    return _distances("whole", found, expected, 1e-5)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from neuromanifold.cli.console import BAR_COLUMNS, bar_texts, progress_bar
-from neuromanifold.problem.progress import RunProgress
+from neuromanifold.run.settings import RunProgress
 from tests import forked
 from tests.cli.commands import own_module
 

@@ -46,6 +46,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), inner, nn.Tanh(), nn.Linear(7, 5))
 
 
+def confident() -> nn.Sequential:
+    """Few of its samples carry most of F."""
+    model: Any = network()
+    with torch.no_grad():
+        model[4].weight.mul_(25)
+    return model  # type: ignore[no-any-return]
+
+
 class Scaled(nn.Module):
     """Uses of parameters that no rule covers."""
 
@@ -68,6 +76,57 @@ class Squared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale.square()
+
+
+def adaptive(rank: int, number: int, costs: list[float]) -> None:
+    """Windows with other strategies, and other numbers of groups and passes, on each process; the last one is short."""
+    data = runs.batches(number)
+    for cost in costs:
+        options: dict[str, Any] = {"estimator": nm.Adaptive(cost, window=3)}
+        equal(rank, confident, middle, data, options)
+        model = confident()
+        shard(model, middle(model))
+        trace = nm.fisher_trace(model, data, **options)
+        whole = nm.fisher_trace(confident(), data, distributed=False, **options)
+        assert trace.value == pytest.approx(whole.value, rel=1e-6)
+        assert trace.stderr == pytest.approx(whole.stderr, rel=1e-6)
+
+
+def adaptive_otherwise(rank: int) -> None:
+    """Sequences, samples that cannot be regrouped, error bars of rows, and a tolerance."""
+    few: dict[str, Any] = {"estimator": nm.Adaptive(0.6, window=2)}
+    equal(rank, partial(llama, num_hidden_layers=2), layers, sequences(), few)
+    single = [(x[:1], y[:1]) for x, y in runs.batches(5)]
+    equal(rank, confident, middle, single, {"estimator": nm.Adaptive(1.5, window=2)})
+    several: dict[str, Any] = {"estimator": nm.Adaptive(1.5, window=2)}
+    equal(rank, confident, middle, runs.batches(5), several | {"error_bars": "rows"})
+    model = confident()
+    shard(model, middle(model))
+    found = nm.fisher_diagonal(model, runs.batches(60), rtol=0.3, **several)
+    batches = found.provenance.batches
+    assert 1 < batches < 60
+    assert "relative standard error" in found.provenance.stopped
+    whole = nm.fisher_diagonal(confident(), runs.batches(60)[:batches], distributed=False, **several)
+    compare(found.gathered(), whole)
+
+
+def broken_when_alone(_: int) -> str:
+    """Rank 1 fails on the few samples with which it is asked whether samples influence each other: no one waits."""
+
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() == 1 and len(x) < 5:
+                raise BrokenError("too few samples")
+            return x
+
+    model = confident()
+    model.insert(2, Picky())
+    shard(model, [model[3]])
+    try:
+        nm.fisher_diagonal(model, runs.batches(5, size=8), nm.Adaptive(1.5, window=2))
+    except (BrokenError, processes.ProcessError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def freed(_: int) -> None:
@@ -103,11 +162,16 @@ def compare(
         torch.testing.assert_close(found.sums[name], expected.sums[name], rtol=tolerance, atol=1e-12, msg=name)
         if noise:
             torch.testing.assert_close(found.noise[name], expected.noise[name], rtol=1e-4, atol=1e-12, msg=name)
+    assert found.error_bars == expected.error_bars
+    assert list(found.noiseless) == list(expected.noiseless)
+    for name, value in expected.noiseless.items():
+        torch.testing.assert_close(found.noiseless[name], value, rtol=tolerance, atol=1e-12, msg=name)
     ours, theirs = found.provenance, expected.provenance
     assert (found.count, found.positions, ours.batches) == (expected.count, expected.positions, theirs.batches)
     assert ours.granularity == theirs.granularity
     assert ours.weights == theirs.weights
     if same_run:
+        assert (ours.left_out, ours.draws) == (theirs.left_out, theirs.draws)
         assert ours.noise_ratio == pytest.approx(theirs.noise_ratio)
         assert ours.data_fingerprints == theirs.data_fingerprints
 
@@ -125,6 +189,7 @@ def equal(
     local = [t.to_local().shape for t in found.sums.values()]
     assert local == [p.to_local().shape for p in model.parameters() if p.requires_grad]
     compare(found.gathered(), expected, **more)
+    assert found.provenance.passes == expected.provenance.passes
     assert all(torch.equal(p.to_local(), before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
@@ -249,6 +314,65 @@ def kinds(rank: int) -> None:
     assert abs(float(soon.trace) / float(whole.trace) - 1) < 1e-6
 
 
+def error_bars(_: int, folder: Path, columns: bool) -> None:
+    """One number for each row of a weight, in parts: of weights divided along rows or columns; added, saved, `rows`."""
+    world, data = dist.get_world_size(), runs.batches(5)
+    several = nm.Hutchinson(3)  # one of whose passes has no noise
+    whole = partial(nm.fisher_diagonal, network(), data, several, distributed=False)
+
+    def divided(error_bars: Any = "rows", mesh: Any = None, **options: Any) -> Any:
+        model = network()
+        place = (lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % world == 0 else None) if columns else None
+        shard(model, middle(model), mesh, shard_placement_fn=place)
+        return nm.fisher_diagonal(model, data, several, error_bars=error_bars, **options)
+
+    found, expected = divided(), whole(error_bars="rows")
+    compare(found.gathered(), expected)
+    kept = {name: part.to_local().numel() for name, part in found.noise.items()}
+    assert sum(kept.values()) < sum(len(sums) for sums in expected.sums.values())
+    compare(found.rows.gathered(), expected.rows)
+    found.rows.save(folder / "rows.safetensors")
+    assert found.relative_error == pytest.approx(expected.relative_error, rel=1e-5)
+    fine, coarse = (divided(kind, shard=(i, 2)) for i, kind in enumerate([True, "rows"]))
+    both = [whole(error_bars=kind, shard=(i, 2)) for i, kind in enumerate([True, "rows"])]
+    compare(fine.rows.gathered(), both[0].rows)
+    total = fine + coarse
+    total.save(folder / "sum.safetensors")
+    dist.barrier()
+    compare(nm.load(folder / "rows.safetensors"), expected.rows)
+    compare(nm.load(folder / "sum.safetensors"), both[0] + both[1])
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        compare(divided(mesh=mesh).gathered(), expected)
+
+
+def choice_of_error_bars(_: int) -> None:
+    """By size, as for a whole model; none; and what `rtol` needs."""
+    model, data = network(), runs.batches(2)
+    shard(model, middle(model))
+    assert nm.fisher_diagonal(model, data).error_bars is True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("neuromanifold.run.settings.LARGE", 100)
+        assert nm.fisher_diagonal(model, data).error_bars == "rows"
+    found = nm.fisher_diagonal(model, data, error_bars=False).gathered()
+    assert not found.noise
+    compare(found, nm.fisher_diagonal(network(), data, distributed=False, error_bars=False), noise=False)
+    with pytest.raises(ValueError, match="`error_bars` must be True or 'rows' with rtol, got False"):
+        nm.fisher_diagonal(model, data, error_bars=False, rtol=0.1)
+
+
+def soon_enough(_: int) -> None:
+    """With error bars of rows, which are more accurate than those of entries, a run ends sooner at its tolerance."""
+    model, data = network(), runs.batches(60)
+    shard(model, middle(model))
+    found = nm.fisher_diagonal(model, data, rtol=0.2, error_bars="rows")
+    batches = found.provenance.batches
+    assert 1 < batches < nm.fisher_diagonal(model, data, rtol=0.2, error_bars=True).provenance.batches < 60
+    assert found.relative_error <= 0.2
+    whole = nm.fisher_diagonal(network(), data[:batches], error_bars="rows", distributed=False)
+    compare(found.gathered(), whole, noise=batches * 16 <= 128)
+
+
 def one_layer_at_a_time(_: int) -> None:
     """How many squares there are at full size at a time: those of one FSDP module, be it a layer or the whole model."""
     sizes: list[int] = []
@@ -299,14 +423,14 @@ def refused(_: int) -> list[str]:
     """Arguments and models that are refused with a message that names them."""
     model, found = network(), []
     shard(model, middle(model))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh, {"0": ColwiseParallel()})
-    partly = network()
-    fully_shard(partly[2], mesh=mesh)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    both, partly = nn.Sequential(nn.Linear(6, 8)), network()
+    parallelize_module(both, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(both, mesh=mesh["data"])
+    fully_shard(partly[2], mesh=mesh["tensor"])
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("passes", model, {"passes": 1.5}),
         ("distributed", model, {"distributed": False}),
-        ("tensor parallel", parallel, {}),
+        ("tensor parallel", both, {}),
         ("whole on each", partly, {}),
     ]
     for text, one, options in cases:
@@ -345,7 +469,7 @@ def saved(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "save_tensors", counted)
         (parts[0] + parts[1]).save(path)
-    with pytest.raises(ValueError, match="`fim` must be whole for intervals, rows, comparisons and pages"):
+    with pytest.raises(ValueError, match="`fim` must be whole for intervals, comparisons and pages"):
         parts[0].compare(parts[1])
     assert str(parts[0]).startswith("ShardedFisher (per sample): 10 parameters")
     entries = sum(parameter.numel() for parameter in model.parameters())
@@ -384,7 +508,7 @@ def checkpointed(rank: int, folder: Path, number: int, at: int, options: dict[st
                 raise BrokenError(f"no batch {i}")
             yield batch
 
-    model = network()
+    model = confident() if "estimator" in options else network()
     shard(model, middle(model))
     checkpoint = nm.Checkpoint(folder / "state", every=0)
     found = nm.fisher_diagonal(model, data(), checkpoint=checkpoint, **options)

@@ -20,10 +20,55 @@ def test_two_processes_equal_the_whole_model() -> None:
     values(2, sharded_runs.estimators, 5, False, [*RANDOM, *EXACT])
 
 
+def test_parts_without_noise_are_kept_apart() -> None:
+    """One of several passes has no noise."""
+    values(2, sharded_runs.estimators, 3, False, [{"estimator": nm.Hutchinson(3)}])
+
+
+@pytest.mark.parametrize(
+    ("world", "columns"),
+    [(2, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, True), (4, False), (4, True)))],
+)
+def test_error_bars_of_rows(world: int, columns: bool, tmp_path: Path) -> None:
+    values(world, sharded_runs.error_bars, tmp_path, columns)
+
+
+def test_which_error_bars() -> None:
+    values(2, sharded_runs.choice_of_error_bars)
+
+
+def test_error_bars_of_rows_end_a_run() -> None:
+    values(2, sharded_runs.soon_enough)
+
+
 def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one() -> None:
     """Other estimators: slow, with four processes."""
     others: list[dict[str, Any]] = [{"granularity": "sample"}, {"estimator": nm.SquaredBatchGradient()}]
     values(2, sharded_runs.estimators, 3, True, [{}, *others])
+
+
+@pytest.mark.parametrize(
+    ("world", "number", "costs"),
+    [
+        (2, 7, [1.5]),
+        pytest.param(2, 17, [0.5, 1.0, 1.5, 2.5], marks=pytest.mark.slow),
+        *(pytest.param(world, 17, [0.5, 1.5], marks=pytest.mark.slow) for world in (3, 4)),
+    ],
+    ids=str,
+)
+def test_adaptive_passes(world: int, number: int, costs: list[float]) -> None:
+    values(world, sharded_runs.adaptive, number, costs)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_adaptive_passes_of_other_kinds(world: int) -> None:
+    values(world, sharded_runs.adaptive_otherwise)
+
+
+def test_an_error_that_is_caught_ends_the_run_all_the_same() -> None:
+    first, second = values(2, sharded_runs.broken_when_alone)
+    assert second == "BrokenError: too few samples"
+    assert first.startswith("ProcessError: ")
 
 
 def test_functions_of_parameters_that_are_freed_until_the_backward_pass() -> None:
@@ -84,7 +129,7 @@ def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:
 
 def test_what_cannot_be_done_is_refused() -> None:
     for found in values(2, sharded_runs.refused):
-        assert found == ["passes", "distributed", "tensor parallel", "whole on each"]
+        assert found == ["distributed", "tensor parallel", "whole on each"]
 
 
 def test_an_error_on_one_process_ends_the_other() -> None:
@@ -99,21 +144,37 @@ def test_results_are_saved_by_all_and_gathered_by_none(world: int, tmp_path: Pat
     values(world, sharded_runs.saved, tmp_path)
 
 
-@pytest.mark.parametrize("worlds", [(2, 3, 2), pytest.param((4, 2, 4), marks=pytest.mark.slow)], ids=str)
-def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("worlds", "kind"),
+    [((2, 3, 2), True), ((2, 1, 2), "rows"), pytest.param((4, 2, 4), True, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, ...], kind: Any, tmp_path: Path) -> None:
+    options = {"error_bars": kind}
     for i, world in enumerate(worlds[:-1]):
-        found = outcomes(world, sharded_runs.checkpointed, tmp_path, 8, 3 + 3 * i, {})
+        found = outcomes(world, sharded_runs.checkpointed, tmp_path, 8, 3 + 3 * i, options)
         assert found[-1] == (False, f"BrokenError: no batch {3 + 3 * i}")
     assert nm.Checkpoint(tmp_path / "state").files() == {0: tmp_path / "state.index.json"}
     with pytest.raises(ValueError, match=r"differs in result \(ShardedSums, now DiagonalSums\)"):
         nm.fisher_diagonal(sharded_runs.network(), runs.batches(8), checkpoint=tmp_path / "state")
-    values(worlds[-1], sharded_runs.checkpointed, tmp_path, 8, -1, {})
-    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(8))
+    values(worlds[-1], sharded_runs.checkpointed, tmp_path, 8, -1, options)
+    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(8), **options)
     found = nm.load(tmp_path / "fim.safetensors")
     sharded_runs.compare(found, expected)
     assert found.provenance.passes == expected.provenance.passes
     nm.Checkpoint(tmp_path / "state").remove()
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith("state")]
+
+
+def test_windows_of_adaptive_passes_are_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"estimator": nm.Adaptive(1.5, window=2)}
+    found = outcomes(3, sharded_runs.checkpointed, tmp_path, 11, 8, options)
+    assert found[-1] == (False, "BrokenError: no batch 8")
+    values(2, sharded_runs.checkpointed, tmp_path, 11, -1, options)
+    expected = nm.fisher_diagonal(sharded_runs.confident(), runs.batches(11), **options)
+    found = nm.load(tmp_path / "fim.safetensors")
+    sharded_runs.compare(found, expected)
+    assert found.provenance.passes == expected.provenance.passes
 
 
 def test_ctrl_c_in_one_process_ends_all_of_them(tmp_path: Path) -> None:

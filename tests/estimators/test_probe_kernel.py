@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import neuromanifold as nm
 from neuromanifold.kernels.triton import probe as module
-from neuromanifold.problem.validation import LateValidation
+from neuromanifold.problem.cotangents import LateValidation
 from tests.zscores import allowed_z_score, worst_z_score
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1" else "cpu"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.persample import tokens as squares_of_tokens
-from neuromanifold.persample.layouts import Layout
+from neuromanifold.persample.places import Layout
 from tests.language.families import (
     VOCABULARY,
     assert_same,

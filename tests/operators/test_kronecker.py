@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.operators.kronecker import run as kronecker_run
 from neuromanifold.operators.kronecker.blocks import nearest
-from neuromanifold.persample.accumulate import thinning
+from neuromanifold.persample.accumulate import fourth_powers
 from neuromanifold.persample.accumulate.factors import add_gram
 from neuromanifold.reference import kronecker as reference
 from neuromanifold.reference import network
@@ -331,7 +331,7 @@ def test_all_fourth_powers_are_taken_where_few_samples_carry_f(monkeypatch: pyte
     x[:, 1:] *= 100  # but for one sample of each batch, predictions are certain
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False))
-    monkeypatch.setattr(thinning, "_MANY", 2.0)  # the other rule
+    monkeypatch.setattr(fourth_powers, "_MANY", 2.0)  # the other rule
 
     def errors() -> Tensor:
         blocks = nm.fisher_kronecker(model, list(x), nm.Hutchinson(deflate=0)).blocks.values()
@@ -339,9 +339,9 @@ def test_all_fourth_powers_are_taken_where_few_samples_carry_f(monkeypatch: pyte
 
     found = errors()
     with monkeypatch.context() as patch:
-        patch.setattr(thinning, "_EVEN", 0.0)
+        patch.setattr(fourth_powers, "_EVEN", 0.0)
         twin = errors()
-    monkeypatch.setattr(thinning, "_ALL_OF", 10**9)
+    monkeypatch.setattr(fourth_powers, "_ALL_OF", 10**9)
     full = errors()
     assert torch.equal(found, full)
     assert not torch.allclose(twin, full, rtol=0.05)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuromanifold.estimators import NoiseFactors
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.accumulate.small import SmallSums
-from neuromanifold.persample.gradients import Product, forms, rank_one
+from neuromanifold.persample.gradients import Product, forms
 from neuromanifold.persample.gradients.forms import SquaredProduct
 
 
@@ -45,6 +45,28 @@ def test_the_unit_of_squares_is_that_of_the_first_cotangent_that_is_not_zero():
     assert known == [False, True, True]
     expected = sum(left.double().square() for left in lefts)
     torch.testing.assert_close(form.squares.double() * form.unit.double() ** 2, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("outputs", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("inputs", [1e-12, 1e-6, 1.0, 1e10])
+@pytest.mark.parametrize("more", [False, True])
+def test_fourth_powers_whatever_the_size_of_inputs_and_output_gradients(inputs: float, outputs: float, more: bool):
+    left, right = outputs * noise(6, 1, 5), inputs * noise(6, 1, 4)
+    sums = DiagonalSums([torch.zeros(5, 4)], fourth_powers=True)
+    sums.add_samples(0, Product(left, right), Pass(noise_factors=NoiseFactors(sample=1.0), more=more))
+    sums.end_batch()
+    expected = (left.double().mT @ right.double()).pow(4).sum(0).sqrt()
+    torch.testing.assert_close(sums.standard_errors()[0].double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-60, 1e30, 1e60])
+def test_fourth_powers_of_float64_gradients_of_any_size(size: float):
+    sums = DiagonalSums([torch.zeros(3, dtype=torch.float64)], fourth_powers=True)
+    gradients = [size * noise(3).double(), size * noise(4)[:3].double()]
+    for gradient in gradients:
+        sums.add([gradient], Pass(noise_factors=NoiseFactors(batch=1.0)))
+    expected = torch.stack(gradients).pow(4).sum(0).sqrt()
+    torch.testing.assert_close(sums.standard_errors()[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -85,7 +107,7 @@ def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkey
     monkeypatch.setattr(forms, "GPU_TILE", 2000)
     monkeypatch.setattr(forms, "CPU_TILE", 2000)
     for rounded in (False, True):
-        monkeypatch.setattr(rank_one, "_stays", lambda *_, rounded=rounded: rounded)
+        monkeypatch.setattr(forms, "_stays", lambda *_, rounded=rounded: rounded)
         sums = DiagonalSums([parameter], kind)
         sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(4.0, NoiseFactors(sample=1.0)))
         expected = truth[1].sum(0) if kind == "rows" else truth[1].square().sum(0)

@@ -75,6 +75,31 @@ def test_what_comes_later_is_verified_then(open_from: int) -> None:
         torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-14)
 
 
+def test_one_part_may_come_and_another_never() -> None:
+    """As of experts, of which one gets rows in the third batch, and one gets none: later batches are not verified."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for k, layer in enumerate(self.layers):
+                out = out + layer(x) * (x[:, :1] > 10 * k)
+            return self.head(out.tanh())
+
+    data = list(torch.rand(6, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    data[2][:2, 0] = 11
+    model = Experts().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
+    assert result.provenance.verified == 3
+    for name, value in one_by_one(model, data).items():
+        torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-14)
+
+
 def test_what_has_been_verified_before_is_not_verified_again() -> None:
     """Two heads in turn, each verified on its own; in the second one the layer has no gradient."""
 

@@ -34,7 +34,7 @@ SHAPES = [  # n, t, o, i
 @pytest.fixture(autouse=True)
 def native(monkeypatch, tmp_path_factory):
     """Shapes of any size, and a cache of the tests' own."""
-    monkeypatch.setattr(square, "LEAST", 1)
+    monkeypatch.setattr(dispatch, "_LEAST", 1)
     monkeypatch.setattr(square, "_FILLED", 0.0)
     monkeypatch.setattr(square, "_OF_A_GROUP", 1)
     square._blocks.cache_clear()
@@ -197,7 +197,7 @@ def test_convolutions(module, space, kind):
     options = (module.stride, module.padding, module.dilation, module.transposed, module.groups)
     form = Convolution(x, g, module.weight.shape, *options)
     to = accumulators(*module.weight.shape, unit=8.0, weight=0.5, scale=2.0)
-    assert dispatch.add_squares_of_convolution(*form.slid_and_fixed, to, form.windows)
+    assert dispatch.add_squares_of_convolution(form.slid, form.fixed, to, form.windows)
     assert is_right(to, Convolution(x.double(), g.double(), form.shape, *options).gradients(0, n, torch.float64))
 
 
@@ -222,7 +222,7 @@ def test_what_it_does_not_take(monkeypatch):
     double = PowerSums(torch.zeros(64, 96, dtype=torch.float64))
     assert not square.call_product_squares(left.double(), right.double(), double)
     assert not square.call_product_squares(left, right, PowerSums(torch.zeros(96, 64).T))
-    assert not square.call_product_squares(left[:0], right[:0], accumulators(64, 96))
+    assert not dispatch.add_squares_of_products(left[:0], right[:0], accumulators(64, 96))
     monkeypatch.setattr(square, "_FILLED", 0.25)
     square._blocks.cache_clear()
     assert not square.call_product_squares(left[..., :1], right[..., :9], accumulators(1, 9))

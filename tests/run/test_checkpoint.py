@@ -132,7 +132,7 @@ def test_failures_change_nothing_where_batches_have_other_shapes(
     probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small, empty and partly ignored ones among them, and the last one smaller; tied weights, and no rule for some."""
-    monkeypatch.setattr("neuromanifold.persample.accumulate.thinning._ALL_OF", 8)
+    monkeypatch.setattr("neuromanifold.persample.accumulate.fourth_powers._ALL_OF", 8)
     torch.manual_seed(0)
     model, data = Odd(), []
     for rows, length in [(0, 3), (5, 3), (0, 2), (1, 3), (6, 2), (6, 3), (2, 3)]:

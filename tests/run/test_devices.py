@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import neuromanifold as nm
-from neuromanifold.problem.cotangents import cotangents
+from neuromanifold.problem.cotangents import LateValidation, cotangents
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.validation import LateValidation
 from tests.problems.networks import PROBLEMS
 from tests.run.test_estimators import estimate
 

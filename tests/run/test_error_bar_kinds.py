@@ -14,7 +14,7 @@ from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
 from neuromanifold.persample.gradients.totals import Sum, Tied
 from neuromanifold.persample.rules.convolution import Convolution
-from neuromanifold.results import error_bars
+from neuromanifold.run import settings
 
 N, T, OUT, IN = 3, 4, 5, 6
 
@@ -212,7 +212,7 @@ def test_a_sum_of_two_kinds_has_the_coarser_one():
 
 def test_large_models_have_error_bars_of_rows_by_default(monkeypatch):
     assert run().error_bars is True
-    monkeypatch.setattr(error_bars, "LARGE", 50)
+    monkeypatch.setattr(settings, "LARGE", 50)
     assert run().error_bars == "rows"
     assert nm.fisher_diagonal(network(), [drawn(2, 6)], nm.Exact()).error_bars is True  # nothing is random
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample.accumulate import thinning
+from neuromanifold.persample.accumulate import fourth_powers
 
 
 def network() -> nn.Sequential:
@@ -29,7 +29,7 @@ def thinned_over_full(
     """The estimated variance, over that from all fourth powers of the same gradients."""
     found = nm.fisher_diagonal(network(), data, estimator, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(thinning, "_ALL_OF", 10**9)
+        patch.setattr(fourth_powers, "_ALL_OF", 10**9)
         full = nm.fisher_diagonal(network(), data[: found.provenance.batches], estimator)
     return variance(found) / variance(full)
 
@@ -101,7 +101,7 @@ def test_all_fourth_powers_are_taken_where_some_would_not_do(why: str, monkeypat
     if why == "few samples carry F":
         model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False))
         x[:, 1:] *= 100  # but for one sample of each batch, predictions are certain
-        monkeypatch.setattr(thinning, "_MANY", 2.0)  # the other rule
+        monkeypatch.setattr(fourth_powers, "_MANY", 2.0)  # the other rule
         rule, off = "_EVEN", 0.0
     else:
         model = nn.Linear(6, 5, bias=False)
@@ -114,9 +114,9 @@ def test_all_fourth_powers_are_taken_where_some_would_not_do(why: str, monkeypat
 
     found = noise()
     with monkeypatch.context() as patch:
-        patch.setattr(thinning, rule, off)
+        patch.setattr(fourth_powers, rule, off)
         twin = noise()
-    monkeypatch.setattr(thinning, "_ALL_OF", 10**9)
+    monkeypatch.setattr(fourth_powers, "_ALL_OF", 10**9)
     full = noise()
     assert torch.equal(found, full)
     assert not torch.allclose(twin, full, rtol=0.05)

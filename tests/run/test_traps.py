@@ -80,12 +80,30 @@ def by_function_later(m: Net, x: Tensor) -> Tensor:
     return m.h(torch.tanh(m.a(x))) + (x @ m.a.weight if x[0, 0] > 0 else 0)
 
 
+def other_lengths_later(m: Net, x: Tensor) -> Tensor:
+    """Rows of samples one after the other, as nodes of graphs: two of each sample, but in the third batch."""
+    owners = [0, 0, 0, 1, 2, 2, 3, 3] if x[0, 0, 0] > 0 else [0, 0, 1, 1, 2, 2, 3, 3]
+    rows = torch.tanh(m.a(x.flatten(0, 1)))
+    return m.h(torch.zeros(4, 3).to(x).index_add(0, torch.tensor(owners), rows))
+
+
+def counted_from_the_last_later(m: Net, x: Tensor) -> Tensor:
+    """Rows of a table by index, negative ones in the third batch."""
+    return m.h(torch.tanh(m.a(x) + m.b[torch.tensor([0, 2, 1, 2]) - (3 if x[0, 0] > 0 else 0)]))
+
+
 def batches(*shape: int, flag: bool = True) -> Data:
     """Two batches; the first number of the first is negative, that of the second positive."""
     both = [random(*shape, seed=seed) for seed in (0, 1)]
     if flag:
         both[0].view(-1)[0], both[1].view(-1)[0] = -1, 1
     return both
+
+
+def third_differs(*shape: int) -> Data:
+    """Three batches, of which the first two are verified."""
+    first, last = batches(*shape)
+    return [first, first.neg().sub(9), last]
 
 
 def sorted_first(*shape: int) -> Data:
@@ -141,6 +159,11 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Data]] = {
     },
     "sorted samples": (lambda: Net(sorted_rows, **layers()), sorted_first(4, 3)),
     "sorted tokens": (lambda: Net(sorted_tokens, **layers()), sorted_first(4, 2, 3)),
+    "rows of samples, other numbers later": (lambda: Net(other_lengths_later, **layers()), third_differs(4, 2, 3)),
+    "negative indices later": (
+        lambda: Net(counted_from_the_last_later, b=parameter(3, 3), **layers()),
+        third_differs(4, 3),
+    ),
     "samples mixed from the second batch on": (lambda: Net(mixing_later, **layers()), batches(4, 3)),
     "a module called from the second batch on": (
         lambda: Net(called_later, **layers()),
@@ -245,6 +268,28 @@ def test_traps(name: str, estimator: nm.Estimator) -> None:
         result = nm.fisher_diagonal(model, [(x, Y[: len(x)]) for x in data], estimator, reduction="sum")
     for key, value in expected.items():
         torch.testing.assert_close(result[key], value, rtol=1e-10, atol=1e-14, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["index", "index_select"])
+def test_sequences_that_are_sorted_and_put_back_are_as_if_they_were_not(selects: bool) -> None:
+    """Sorted already in the first batch; logits [n, T, C], whose head and last layer are squared per token."""
+
+    def sorts(m: Net, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        z = torch.tanh(m.a(x[order]))
+        return m.h(z.index_select(0, order.argsort()) if selects else z[order.argsort()])
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net(sorts, **layers()).double()
+    plain = Net(lambda m, x: m.h(torch.tanh(m.a(x))), a=model.a, h=model.h)
+    first, *others = (random(4, 2, 3, seed=seed) for seed in range(3))
+    data = [first[first[:, 0, 0].argsort()], *others]
+    found, expected = (nm.fisher_diagonal(one, data, nm.Exact()) for one in (model, plain))
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key])
+    blocks = [nm.fisher_kronecker(one, data, nm.Exact()) for one in (model, plain)]
+    torch.testing.assert_close(blocks[0].dense(), blocks[1].dense())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

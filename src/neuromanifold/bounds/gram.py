@@ -25,10 +25,10 @@ from neuromanifold.core.checks import integer_in_range, message
 from neuromanifold.estimators import Exact
 from neuromanifold.operators.factors import GIB
 from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem, refuse_a_part
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import Provenance
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.fisher import make_provenance
@@ -270,10 +270,8 @@ class _Grams(GramRun):
     def _check_size(self, classes: int) -> None:
         matrix, gradients = 8 * (self._rows * classes) ** 2, 4 * self.kept.numbers
         if max(matrix, gradients) > self._limit:
-            got = (
-                f"{matrix / GIB:.3g} GiB for {self._rows} x {classes} rows"
-                if matrix > self._limit
-                else (f"{gradients / GIB:.3g} GiB of gradients of {self._rows} samples")
-            )
+            got = f"{gradients / GIB:.3g} GiB of gradients of {self._rows} samples"
+            if matrix > self._limit:
+                got = f"{matrix / GIB:.3g} GiB for {self._rows} x {classes} rows"
             advice = "Use fewer samples, or fewer `parameters`; nm.fisher_operator needs no matrix."
             raise ValueError(message("max_bytes", "enough for the Gram matrix", got, advice))

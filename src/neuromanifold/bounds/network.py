@@ -75,7 +75,8 @@ def network_terms(K: Tensor, core: Categorical, labels: Tensor | None) -> Terms:
     norm2, largest, smallest_p = p.square().sum(-1), values[:, 0], p.amin(-1)
     adverse = (1 + norm2 - largest - 2 * smallest_p).clamp(min=0)
     ascending = p.sort(-1).values
-    given, given_centred = _given_label(p, labels, largest, centred2[:, -1])
+    label_errors = _label_errors(K, core)
+    given = _given_label(p, labels, label_errors, largest, centred2[:, -1])
     return Terms(
         trace=total,
         upper_trace=total + gap,
@@ -90,10 +91,10 @@ def network_terms(K: Tensor, core: Categorical, labels: Tensor | None) -> Terms:
         lower_bound=_paired_tails(sigma2[:, 1:], ascending[:, 1:-1]),
         lower_relaxed=_tail_norms(ascending[:, 1:-1]) * sigma2[:, -1:],
         lower_centred=_paired_tails(centred2, values.flip(-1)[:, :-1]),
-        empirical_error=_label_error(K, core, labels) if labels is not None else torch.full_like(total, torch.nan),
-        empirical_bound=given * sigma2[:, -1],
-        empirical_centred=given_centred,
-        worst_error=_worst_label_error(K, core),
+        empirical_error=given.error,
+        empirical_bound=given.bound * sigma2[:, -1],
+        empirical_centred=given.centred,
+        worst_error=label_errors.amax(-1),
         worst_bound=adverse * sigma2[:, 0],
         worst_centred=adverse * centred2[:, 0],
     )
@@ -160,57 +161,44 @@ def _paired_tails(sigma2: Tensor, weights: Tensor) -> Tensor:
     return torch.stack(found, -1)
 
 
-def _given_label(p: Tensor, labels: Tensor | None, largest: Tensor, top2: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of ‖M - R(y)‖_σ: the paper's 1 + ‖p‖², and from its proof max(‖e_y - p‖², λ_C), times σ²."""
+class _GivenLabel(NamedTuple):
+    """Prop. 9 at the labels of the data, [n] each."""
+
+    error: Tensor  # ‖Jᵀ(M - R(y))J‖_σ
+    bound: Tensor  # over σ²: the paper's 1 + ‖p‖²
+    centred: Tensor  # from its proof max(‖e_y - p‖², λ_C), times σ²
+
+
+def _given_label(p: Tensor, labels: Tensor | None, errors: Tensor, largest: Tensor, top2: Tensor) -> _GivenLabel:
     norm2 = p.square().sum(-1)
     if labels is None:
-        return torch.full_like(norm2, torch.nan), torch.full_like(norm2, torch.nan)
-    likely = p.gather(-1, labels[:, None])[:, 0]
-    return 1 + norm2, torch.maximum(1 + norm2 - 2 * likely, largest) * top2
-
-
-def _label_error(K: Tensor, core: Categorical, labels: Tensor) -> Tensor:
-    """Return ‖Jᵀ(M - R(y))J‖_σ of each distribution at its label y, [n]."""
-    root, difference = _gram_root(K), core.fisher() - core.empirical_fisher(labels)
-    found: Tensor = torch.linalg.eigvalsh(root.mT @ difference @ root).abs().amax(-1)
-    return found
-
-
-def _worst_label_error(K: Tensor, core: Categorical) -> Tensor:
-    """Return max_y ‖Jᵀ(M - R(y))J‖_σ of each distribution, [n]."""
-    step = max(1, _BLOCK // core.dim**2)
-    parts = [slice(start, start + step) for start in range(0, len(K), step)]
-    found = [_label_errors(K[part], Categorical(core.logits[part])).amax(-1) for part in parts]
-    return torch.cat(found) if found else K.new_zeros(0)
+        return _GivenLabel(*[torch.full_like(norm2, torch.nan)] * 3)
+    likely, error = (values.gather(-1, labels[:, None])[:, 0] for values in (p, errors))
+    return _GivenLabel(error, 1 + norm2, torch.maximum(1 + norm2 - 2 * likely, largest) * top2)
 
 
 def _label_errors(K: Tensor, core: Categorical) -> Tensor:
-    """Return ‖Jᵀ(M - R(y))J‖_σ for all labels, [n, y].
+    """Return ‖Jᵀ(M - R(y))J‖_σ of each distribution for all labels, [n, y].
 
     One decomposition K^½ M K^½ = Q diag(a) Qᵀ serves them all: with w = QᵀK^½(e_y - p), the eigenvalues of
     diag(a) - wwᵀ solve Σ_i w_i²/(a_i - λ) = 1.  The left side grows between poles, so intervals are halved that hold
     the only one below zero, and the largest one, which lies between the two largest a_i.
     """
-    root = _gram_root(K)
+    step = max(1, _BLOCK // core.dim**2)
+    if len(K) > step:
+        parts = zip(torch.split(K, step), torch.split(core.logits, step), strict=True)
+        return torch.cat([_label_errors(part, Categorical(logits)) for part, logits in parts])
+    values, vectors = torch.linalg.eigh(K)
+    root = vectors * values.clamp(min=0).sqrt()[:, None]  # R Rᵀ = K
     a, Q = torch.linalg.eigh(root.mT @ core.fisher() @ root)  # ascending
     rotated = root @ Q
     squares = (rotated - core.probs[:, None] @ rotated).square()  # [n, y, i]
     a = a.clamp(min=0)[:, None]
-
-    def halved(low: Tensor, high: Tensor) -> Tensor:
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            above = (squares / (a - middle[..., None])).sum(-1) > 1
-            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        return (low + high) / 2
-
-    lowest = halved(-squares.sum(-1), torch.zeros_like(squares[..., 0]))
-    highest = halved(a[..., -2].expand_as(lowest), a[..., -1].expand_as(lowest))
-    return torch.maximum(lowest.abs(), highest.abs())
-
-
-def _gram_root(K: Tensor) -> Tensor:
-    """Return R with R Rᵀ = K, [n, C, C]."""
-    values, vectors = torch.linalg.eigh(K)
-    root: Tensor = vectors * values.clamp(min=0).sqrt()[:, None]
-    return root
+    zeros = torch.zeros_like(squares[..., 0])
+    low = torch.stack([-squares.sum(-1), a[..., -2] + zeros])  # [2, n, y]: of the lowest eigenvalue, of the largest
+    high = torch.stack([zeros, a[..., -1] + zeros])
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = (squares / (a - middle[..., None])).sum(-1) > 1
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return ((low + high) / 2).abs().amax(0)

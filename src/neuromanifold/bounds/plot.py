@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from neuromanifold.results.drawing import needs_matplotlib
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -14,11 +16,8 @@ if TYPE_CHECKING:
 
 def plot_rows(rows: Sequence[Row]) -> Figure:
     """A line for each statement, from its lower to its upper bound, with the actual value as a dot."""
-    try:
+    with needs_matplotlib():
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        text = "Plots need matplotlib, which is missing: pip install 'neuromanifold[plots]'."
-        raise ModuleNotFoundError(text, name=error.name) from error
 
     figure = Figure(figsize=(8, 0.3 * len(rows) + 1.2), layout="constrained")
     draw_rows(figure.subplots(), rows)

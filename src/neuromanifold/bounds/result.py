@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from neuromanifold.bounds.network import Terms
 from neuromanifold.bounds.norms import Norm
 from neuromanifold.core.checks import Reduction, check_reduction, integer_in_range
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.results.files import reads, save_tensors
+from neuromanifold.results.scaling import Reducible
 from neuromanifold.results.table import text_table
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Actual:
 
 
 @dataclass(frozen=True, eq=False)
-class NetworkBounds:
+class NetworkBounds(Reducible):
     """Propositions 5 to 10 and Corollary 6 for one network and its data: what `nm.fisher_bounds` returns.
 
     `terms` has what each distribution x contributes, in the order of the data; positions of a sequence are
@@ -97,16 +99,6 @@ class NetworkBounds:
     reduction: Reduction = "mean"
 
     @property
-    def mean(self) -> NetworkBounds:
-        """The view per sample: sums divided by the number of samples."""
-        return self._view("mean")
-
-    @property
-    def sum(self) -> NetworkBounds:
-        """The view as sums over samples, as the paper writes them."""
-        return self._view("sum")
-
-    @property
     def positions(self) -> int:
         """The number of distributions x: as many as samples, or positions of sequences."""
         return len(self.terms.trace)
@@ -114,16 +106,18 @@ class NetworkBounds:
     @property
     def rows(self) -> tuple[Row, ...]:
         """The statements in the paper's order; "centred" and "by x" are sharper forms of ours."""
-        t, k, found = self.terms, self.rank - 1, []
+        t = self.terms
+        below = {
+            f"Prop. 5, rank {self.rank}": t.lower_trace[:, self.rank - 1],
+            "Cor. 6, first": t.smallest,
+            "Cor. 6, second": t.paired,
+            "  first, centred": t.smallest_centred,
+            "  second, centred": t.paired_centred,
+        }
         trace, above = _total(t.trace), _total(t.upper_trace)
-        found.append(Row(f"Prop. 5, rank {self.rank}", "tr F", _total(t.lower_trace[:, k]), trace, above))
-        found.append(Row("Cor. 6, first", "tr F", _total(t.smallest), trace, above))
-        found.append(Row("Cor. 6, second", "tr F", _total(t.paired), trace, above))
-        found.append(Row("  first, centred", "tr F", _total(t.smallest_centred), trace, above))
-        found.append(Row("  second, centred", "tr F", _total(t.paired_centred), trace, above))
-        return tuple(
-            row.scaled(self._factor) for row in (*found, *self._upper(), *self._lower(self.rank), *self._eFIM())
-        )
+        traces = [Row(name, "tr F", _total(bound), trace, above) for name, bound in below.items()]
+        rows = (*traces, *self._upper(), *self._lower(self.rank), *self._eFIM())
+        return tuple(row.scaled(self._factor) for row in rows)
 
     def lower_error(self, rank: int) -> tuple[Row, ...]:
         """Prop. 8 for any rank from 1 to C - 1: its bound, the relaxed form, and ours."""
@@ -182,6 +176,7 @@ class NetworkBounds:
     def _factor(self) -> float:
         return 1 / self.count if self.reduction == "mean" else 1.0
 
+    @override
     def _view(self, reduction: Reduction) -> NetworkBounds:
         diagonals = self.diagonals
         if diagonals is not None:

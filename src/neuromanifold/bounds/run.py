@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, NoReturn
 
 import torch
@@ -28,10 +29,10 @@ from neuromanifold.core.checks import check_reduction, integer_in_range, message
 from neuromanifold.estimators import Exact, Lower, Upper
 from neuromanifold.estimators.differences import AboveFull, BelowRank
 from neuromanifold.persample.accumulate import DiagonalSums
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem, refuse_a_part
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance
 from neuromanifold.run.fisher import make_provenance
 from neuromanifold.run.settings import Settings
@@ -62,16 +63,13 @@ def fisher_bounds(
 
     Corollary 6, about the trace, is among them.  Each output distribution is an x of its own: in a sequence, every
     position that counts.  Cost: about C backward passes for each batch, twice that with `diagonals`, and for
-    `actual="exact"` the inner products of all N·C gradients.
+    `actual="exact"` the inner products of all N·C gradients.  Arguments that are not listed are those of
+    `fisher_diagonal`.
 
     Args:
-        model: any module whose output is, holds or begins with logits.  It is not changed.
-        data: an iterable of batches: a tensor, (inputs, labels), or a dict with the labels under "labels".  Prop. 9
-            needs labels, the others do not.
+        data: batches; Prop. 9 needs labels, the others do not.
         rank: k of the lower bound F^LR(k), 1 to C - 1; Prop. 8 is there for every other rank as well.
         likelihood: `nm.Categorical`, which the statements are about.
-        parameters: a name pattern, several, or a function of name and parameter; frozen ones are left out.
-        reduction: "mean" (per sample) or "sum" (over samples): only a view, changed by `.mean` and `.sum`.
         diagonals: also the diagonals of F^LR(k), F and F^DG, in C more passes.
         actual: norms of sums over all x: "exact", from inner products between all samples, for N·C up to some thousand;
             "estimate", by random products, for which the data are gone through again; "none"; or "auto", exact while
@@ -79,12 +77,6 @@ def fisher_bounds(
         max_bytes: how much memory the gradients of several classes may take at a time; more take fewer passes.  None:
             about as much as an ordinary backward pass takes.
         seed: random seed of the estimates.
-        progress: show a progress bar on standard error.
-        class_dim: which dimension of the logits holds the classes.
-        batch_dim: which dimension of inputs, of what flows between modules, and of logits holds the samples.
-        ignore_index: positions with this label do not count.
-        label_key: where a batch that is a dict has its labels.
-        shift_labels: whether the logits at position t predict token t + 1, as in `fisher_diagonal`.
 
     Returns:
         A `NetworkBounds`, which prints as a table of all statements.
@@ -116,19 +108,16 @@ def fisher_bounds(
     bounds_run = _BoundsRun(problem, settings, rank, diagonals, actual, max_bytes)
     bounds_run.run(progress)
     norms = bounds_run.norms()
-    provenances = {
-        part: make_provenance(problem, Settings.of(part, "sample", seed), bounds_run.counts)
-        for part in (Exact(Lower(rank)), Exact(), Exact(Upper()))
-    }
+    provenance = make_provenance(problem, settings, bounds_run.counts)
     return NetworkBounds(
         terms=Terms.cat(bounds_run.terms),
         actual=norms,
-        diagonals=bounds_run.diagonals(provenances) if diagonals else None,
+        diagonals=bounds_run.diagonals(provenance) if diagonals else None,
         count=bounds_run.counts.samples,
         classes=bounds_run.classes,
         rank=rank,
         costs=tuple(Cost(part, *cost) for part, cost in bounds_run.costs.items()),
-        provenance=provenances[Exact()],
+        provenance=provenance,
         has_labels=bounds_run.has_labels,
     )._view(view)
 
@@ -202,15 +191,16 @@ class _BoundsRun(GramRun):
             raise ValueError(where + str(error).replace("`y`", "`labels`")) from error
         return precise, labels
 
-    def diagonals(self, provenances: dict[Exact, Provenance]) -> Diagonals:
+    def diagonals(self, provenance: Provenance) -> Diagonals:
         """Return the three diagonals: that of F^LR, and each further one by adding squares to the one before."""
         found, total = [], None
-        for sums, provenance in zip(self._sums.values(), provenances.values(), strict=True):
+        for sums, part in zip(self._sums.values(), (Exact(Lower(self.rank)), Exact(), Exact(Upper())), strict=True):
             squares = sums.squares
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
             errors = dict(zip(self.problem.parameters, sums.standard_errors(), strict=True))
             entries = dict(zip(self.problem.parameters, total, strict=True))
-            found.append(DiagonalFisher(entries, errors, self.counts.samples, self.counts.positions, provenance))
+            own = replace(provenance, estimator=repr(part), target=part.target)
+            found.append(DiagonalFisher(entries, errors, self.counts.samples, self.counts.positions, own))
         return Diagonals(*found)
 
     def norms(self) -> Actual:

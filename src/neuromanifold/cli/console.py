@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from neuromanifold.diagnostics.forecast import number_of_batches
-from neuromanifold.problem.progress import Observer, RunProgress
+from neuromanifold.problem.progress import number_of_batches
 from neuromanifold.report.tables import provenance_facts
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.summary import HEADER, NOTES, summarize
 from neuromanifold.results.table import aligned, text_table
+from neuromanifold.run.settings import Observer, RunProgress
 
 _WIDE = 120  # columns of output that goes into a file
 BAR_COLUMNS: tuple[ProgressColumn, ...] = (

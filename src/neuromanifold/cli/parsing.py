@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 from neuromanifold import estimators as nm
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
 from neuromanifold.core.checks import message
-from neuromanifold.problem.validation import Likelihood
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.settings import Granularity
 

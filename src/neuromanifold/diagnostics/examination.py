@@ -7,15 +7,14 @@ examine(problem)             how each parameter is done and why, what the loop w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import listed, message
 from neuromanifold.estimators import Hutchinson
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.engine import PerSampleGradients
-from neuromanifold.persample.graph import consumers
+from neuromanifold.persample.graph import Graph
 from neuromanifold.persample.verify import Reference
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
@@ -156,7 +155,7 @@ def _reasons(problem: Problem, batch: Batch, repeats: bool, apart: bool) -> dict
     if (
         apart
         and logits.grad_fn is not None
-        and any("BackwardBackward" in node.name() for node in consumers(logits.grad_fn))
+        and any("BackwardBackward" in node.name() for node in Graph.of(logits.grad_fn, len(logits)).users)
     ):
         wrong += ", since forward takes derivatives itself"
     reasons = dict.fromkeys(every, wrong) | dict.fromkeys(uses.remaining, _NO_RULE)
@@ -182,12 +181,9 @@ def _notes_on_methods(methods: dict[str, str], reasons: dict[str, str], counts: 
     notes = [f"Per sample: {done} of {every} parameters, verified against autograd on {batches}."] if done else []
     for reason in dict.fromkeys(reasons.values()):
         names = [name for name, own in reasons.items() if own == reason]
-        text = f"Per batch: {listed(names)} ({len(names)} of {every} parameters): {reason}. Random probes square the "
+        text = (
+            f"Per batch: {listed(names, 4)} ({len(names)} of {every} parameters): {reason}. Random probes square the "
+        )
         text += "gradient of the whole batch, with more noise; Exact() and Empirical() take one backward pass for each "
         notes.append(text + "sample.")
     return notes
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,9 +26,10 @@ from neuromanifold.diagnostics.memory import PeakMemory
 from neuromanifold.diagnostics.runs import expected_warnings_ignored
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.problem.batches import model_device, tensors_in
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.validation import Likelihood
+from neuromanifold.problem.progress import number_of_batches
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.results.error_bars import ErrorBars
 from neuromanifold.results.files import byte_size
@@ -245,13 +246,6 @@ class _BatchTimer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def number_of_batches(data: object) -> int | None:
-    """Return the length of the data; None where it is not known before the end, as of a generator."""
-    with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
-        return len(data) if isinstance(data, Sized) else None
-    return None
 
 
 def _clean(device: torch.device) -> None:

@@ -24,9 +24,9 @@ from neuromanifold.estimators.allocation import (
     allocate_to_everyone,
     several_passes,
 )
-from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.base import Estimator, random_signs
 from neuromanifold.estimators.hutchinson import Hutchinson
-from neuromanifold.estimators.orthogonal import leading, peeled, random_signs
+from neuromanifold.estimators.orthogonal import leading, peeled
 
 _FEWER = 0.9  # of the variance of equal passes is worth looking at the outputs first
 _LEFT_OUT = 0.25  # of the variance with everyone kept is worth leaving samples out, unless that is small:

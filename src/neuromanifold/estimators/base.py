@@ -111,3 +111,10 @@ class Estimator(ABC):
     def for_batches(self) -> Estimator:
         """What to use where whole batches are squared: the same, unless something else has less noise there."""
         return self
+
+
+def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
+    """Draw ±1 with even odds, [..., size]."""
+    shape = (*core.batch_shape, size)
+    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
+    return bits.to(core.dtype).mul_(2).sub_(1)

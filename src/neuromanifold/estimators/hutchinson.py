@@ -14,7 +14,7 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.sums import square_root
-from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.base import Estimator, random_signs
 from neuromanifold.estimators.envelopes import (
     Envelope,
     Mixer,
@@ -22,7 +22,7 @@ from neuromanifold.estimators.envelopes import (
     factor_columns,
     factor_mixer,
 )
-from neuromanifold.estimators.orthogonal import leading, orthonormal_noise, own_passes, peeled, random_signs
+from neuromanifold.estimators.orthogonal import leading, orthonormal_noise, own_passes, peeled
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Probe
 

@@ -27,6 +27,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.core.sums import divide, square_root
+from neuromanifold.estimators.base import random_signs
 from neuromanifold.estimators.envelopes import Mixer
 from neuromanifold.estimators.isometry import complement
 
@@ -239,10 +240,3 @@ def haar_columns(core: Core, noise_dim: int, count: int, generator: torch.Genera
     shape = (*core.batch_shape, noise_dim, count)
     gaussian = torch.randn(shape, generator=generator, dtype=core.dtype, device=core.device)
     return iter(torch.linalg.qr(gaussian).Q.unbind(-1))
-
-
-def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
-    """Draw ±1 with even odds, [..., size]."""
-    shape = (*core.batch_shape, size)
-    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
-    return bits.to(core.dtype).mul_(2).sub_(1)

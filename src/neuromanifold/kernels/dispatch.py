@@ -35,6 +35,7 @@ from neuromanifold.kernels.values import Deflated, PowerSums, Probe, Windows
 Backend = Literal["triton", "c"]
 
 _TRITON = {torch.float32, torch.bfloat16, torch.float16}
+_LEAST = 2**18  # multiplications of squares in C: for fewer, compiling does not pay
 _THIN = 8  # pairs of channels in a group up to which a product of matrices is not worth it
 _DEVICE = attrgetter("device")
 _disabled: set[str] = set()
@@ -72,8 +73,9 @@ def add_squares_of_products(left: Tensor, right: Tensor, to: PowerSums, skip: Te
     """
     backend = _backend("add_squares_of_products", left, right)
     if backend == "c":
-        left, right = left.to(to.squares.dtype), right.to(to.squares.dtype)
-        return skip is None and to.row_fourths is None and square.call_product_squares(left, right, to)
+        if skip is not None or to.row_fourths is not None or left.numel() * right.shape[-1] < _LEAST:
+            return False
+        return square.call_product_squares(left.to(to.squares.dtype), right.to(to.squares.dtype), to)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if backend is None or left.ndim != 3 or (deterministic and to.row_fourths is not None):
         return False
@@ -110,6 +112,8 @@ def add_squares_of_convolution(slid: Tensor, fixed: Tensor, to: PowerSums, windo
     """
     backend = None if to.row_fourths is not None else _backend("add_squares_of_convolution", slid, fixed)
     if backend == "c":  # windows are read off the image, of whose dimensions m is one more
+        if fixed.numel() * to.squares.shape[1:].numel() < _LEAST:
+            return False
         dtype = to.squares.dtype
         slid, fixed = slid.transpose(1, 2).to(dtype), fixed.transpose(1, 2).to(dtype)
         kernel, stride, padding, dilation, groups = windows

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +27,10 @@ from neuromanifold.operators.krylov import Eigenpairs, times
 from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.persample.accumulate import GradientRows
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem, refuse_a_part
-from neuromanifold.problem.validation import Likelihood
+from neuromanifold.problem.progress import number_of_batches
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
@@ -113,9 +113,7 @@ class _KeptRows:
         self._rows = [torch.zeros(0, size, dtype=dtype, device=device)]  # parameters that are not used have none
         self._row_bytes = size * dtype.itemsize
         self._limit = integer_in_range(max_bytes, "max_bytes", 1, 2**63, "memory for all rows")
-        self._batches = None
-        with suppress(TypeError):  # a DataLoader of an iterable data set has a __len__ that fails
-            self._batches = len(data) if isinstance(data, Sized) else None
+        self._batches = number_of_batches(data)
         self._count = self._seen = 0
 
     def reserve(self, count: int) -> None:
@@ -256,9 +254,7 @@ class FisherFactors(StoredMetric):
             return super().eigenpairs(k, tol, maxiter, seed)
         vectors = self._transposed((left / values.sqrt()).to(self.precision))
         vectors = vectors / torch.linalg.vector_norm(vectors, dim=0)
-        scaled = (values / self._divisor).to(self.precision)
-        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
-        return Eigenpairs(scaled, vectors, residuals, k)
+        return self._eigenpairs(values, vectors, k)
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I) = P log(damping) + log det(I + G Gᵀ/damping); half of it is the log volume element."""
@@ -285,12 +281,8 @@ class FisherFactors(StoredMetric):
 
         exact = block.double()  # the difference below is mostly much smaller than b
         x = woodbury(exact)
-        residual = exact - self._scaled(x) - damping * x
-        x = x + woodbury(residual)
-        residual = exact - self._scaled(x) - damping * x
-        sizes = torch.linalg.vector_norm(exact, dim=0).clamp(min=torch.finfo(torch.float64).tiny)
-        residuals = torch.linalg.vector_norm(residual, dim=0) / sizes
-        return self._solution(back(x.to(self.precision)), residuals, tol)
+        x = x + woodbury(exact - self._scaled(x) - damping * x)
+        return self._solution(back(x.to(self.precision)), self._residuals(x, exact, damping), tol)
 
     # ------------------------------------------------------------------------------------------------ as a value
 

@@ -14,7 +14,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,33 +23,33 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuromanifold.core.checks import message, promoted
-from neuromanifold.persample.backward import BatchBackward, involves_half, largest_scale
+from neuromanifold.persample.backward import BatchBackward, largest_scale
+from neuromanifold.problem.batches import dtypes_in_use
 from neuromanifold.problem.outputs import Outputs
 
-_DTYPE = attrgetter("dtype")
 METHODS = ("forward mode", "forward mode, unfused kernels", "double backward", "double backward, unfused kernels")
 _BLOCK_NUMBERS = {True: 2**20, False: 2**25}  # of the vectors that go through the model together, on a CPU; on a GPU
 _BLOCK_VECTORS = 8  # at most: activations are as many times larger
 
 Evaluate = Callable[[], Outputs]
-ToCotangent = Callable[[Outputs, Tensor], Tensor]
-"""From outputs and J v (float32 or better) to the cotangent u = M J v."""
+ToCotangents = Callable[[Outputs, Sequence[Tensor]], Sequence[Tensor]]
+"""From outputs, and J v of some vectors v (float32 or better), to their cotangents u = M J v."""
 
 
 class JacobianProduct(NamedTuple):
-    """Jᵀu for the cotangent u that was made of J v; for several vectors all of them stacked."""
+    """Jᵀu for the cotangents u that were made of J v, for one vector v or for several, stacked."""
 
     gradients: Sequence[Tensor | None]  # Jᵀu, one for each parameter; None: zero
-    tangent: Tensor  # Jv
-    cotangent: Tensor  # u
+    tangents: Tensor  # J v, [m, B, ..., C]
+    cotangents: Tensor  # u, [m, B, ..., C]
+    outputs: Outputs
 
-    @property
     def sizes(self) -> Tensor:
-        """⟨Jv, u⟩ and ‖Jv‖‖u‖, [2]."""
-        tangent, u = self.tangent, self.cotangent
+        """⟨Jv, u⟩ and ‖Jv‖‖u‖ of each vector, [m, 2]."""
+        tangents, u = self.tangents.flatten(1), self.cotangents.flatten(1)
         with torch.autocast(u.device.type, enabled=False):
-            norms = torch.linalg.vector_norm(tangent) * torch.linalg.vector_norm(u)
-            return torch.stack([torch.linalg.vecdot(tangent, u).sum(), norms])
+            norms = torch.linalg.vector_norm(tangents, dim=1) * torch.linalg.vector_norm(u, dim=1)
+            return torch.stack([torch.linalg.vecdot(tangents, u), norms], 1)
 
 
 class Tolerance(NamedTuple):
@@ -64,10 +63,7 @@ class Tolerance(NamedTuple):
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> Tolerance:
         """The tolerance for the dtypes of the parameters, and that of autocast where it is on."""
-        kind, dtypes = parameters[0].device.type, {*map(_DTYPE, parameters)}
-        if torch.is_autocast_enabled(kind):
-            dtypes.add(torch.get_autocast_dtype(kind))
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes_in_use(parameters, parameters[0].device))
         return cls(eps, 16 * eps, 0.3, 8) if eps > 1e-4 else cls(eps, 1e3 * eps, 0.02, 2)
 
 
@@ -100,12 +96,12 @@ class JacobianProducts:
         self._size = max(1, sum(parameter.numel() for parameter in self.parameters))
         self._checked_block = False  # against a single vector
         self._discrepancy = 0.0  # of the method on the first batch
-        self._half = self._half_logits = False  # whether float16 is involved
+        self._half = self._half_logits = False  # whether float16 is involved; whether the logits have it
         self._scaled_backward: BatchBackward | None = None  # where it is
 
     def choose(self, evaluate: Evaluate) -> None:
         """Find the first method that works on a batch (which must not be empty)."""
-        self._update_half()
+        self.begin_pass()
         generator = torch.Generator(self.parameters[0].device).manual_seed(0)
         _load_forward_mode()
         tolerance, errors = Tolerance.of(self.parameters), dict[str, float]()
@@ -133,34 +129,33 @@ class JacobianProducts:
         got = f"one that fails ({type(first).__name__}: {first})" if first else got
         raise ValueError(message("model", "differentiable in forward mode, or twice", got, advice)) from first
 
-    def __call__(
-        self, evaluate: Evaluate, vectors: Sequence[Tensor], to_cotangent: ToCotangent
-    ) -> Iterator[tuple[slice, Sequence[Tensor | None], Tensor]]:
-        """Yield the products of vectors [m, *shape], a few at a time: their range, the products, and their sizes.
+    def begin_pass(self) -> None:
+        """Look whether float16 is involved: autocast may have changed since the last pass over the data."""
+        dtypes = dtypes_in_use(self.model.parameters(), self.parameters[0].device)
+        half = self._half_logits or torch.float16 in dtypes
+        if half != self._half:
+            self._half, self._scaled_backward = half, None
 
-        Products have the form of the vectors; None is zero.  Sizes are those of `JacobianProduct` for each vector,
-        [., 2], for `compare`.
-        """
-        self._update_half()
-        step = max(1, min(_BLOCK_VECTORS, _BLOCK_NUMBERS[self.parameters[0].device.type == "cpu"] // self._size))
-        if not self.method.startswith("forward mode") or self._half:
-            step = 1
+    def __call__(
+        self, evaluate: Evaluate, vectors: Sequence[Tensor], to_cotangents: ToCotangents
+    ) -> Iterator[tuple[slice, JacobianProduct]]:
+        """Yield the products of vectors [m, *shape] with the range of each among them: one, or a few at a time."""
+        step = 1
+        if self.vectorized and self.method.startswith("forward mode") and not self._half:
+            numbers = _BLOCK_NUMBERS[self.parameters[0].device.type == "cpu"]
+            step = max(1, min(_BLOCK_VECTORS, numbers // self._size, len(vectors[0])))
         for start in range(0, len(vectors[0]), step):
             block = [v[start : start + step] for v in vectors]
-            if len(block[0]) > 1 and self.vectorized:
-                products = self._vectorized_products(evaluate, block, to_cotangent)
-                if products is not None and self._is_right(products, evaluate, block, to_cotangent):
-                    pairs = zip(products.tangent, products.cotangent, strict=True)
-                    sizes = torch.stack([JacobianProduct((), *pair).sizes for pair in pairs])
-                    yield slice(start, start + step), products.gradients, sizes
-                    continue
-            for i in range(len(block[0])):
-                one = self._product(evaluate, self.method, [v[i] for v in block], to_cotangent)
-                gradients = [None if g is None else g[None] for g in one.gradients]
-                yield slice(start + i, start + i + 1), gradients, one.sizes[None]
+            several = len(block[0]) > 1 and self.vectorized
+            product = self._vectorized_product(evaluate, block, to_cotangents) if several else None
+            if product is not None and self._is_right(product, evaluate, block, to_cotangents):
+                yield slice(start, start + step), product
+                continue
+            for i, v in enumerate(zip(*block, strict=True), start):
+                yield slice(i, i + 1), self._product(evaluate, self.method, v, to_cotangents)
 
     def compare(self, vectors: Tensor, products: Tensor, sizes: Tensor) -> None:
-        """Raise unless ⟨v, Jᵀu⟩ = ⟨Jv, u⟩ over all batches, for v [m, P], their products and the sum of their sizes.
+        """Raise unless ⟨v, Jᵀu⟩ = ⟨Jv, u⟩ over all batches, for v [m, P], their products and the sums of `sizes`.
 
         Where v is nearly in the kernel of J both are rounding, of the size of ‖v‖‖Jᵀu‖.
         """
@@ -173,12 +168,6 @@ class JacobianProducts:
             advice = "Put a batch that shows it first (one with padding, say): the method is chosen by it."
             raise ValueError(message("model", "one with the same derivatives in both modes", got, advice))
 
-    def _update_half(self) -> None:
-        """Update whether float16 is involved: autocast may have changed, and logits are known after a batch."""
-        half = self._half_logits or involves_half(self.model.parameters(), self.parameters[0].device)
-        if half != self._half:
-            self._half, self._scaled_backward = half, None
-
     def _check(self, evaluate: Evaluate, method: str, generator: torch.Generator) -> float:
         """Return |⟨Jv, u⟩ - ⟨v, Jᵀu⟩|/‖Jv‖ for random u and v."""
 
@@ -187,23 +176,23 @@ class JacobianProducts:
             return made.to(like.device)
 
         v = [normal(parameter) for parameter in self.parameters]
-        gradients, tangent, u = self._product(evaluate, method, v, lambda _, tangent: normal(tangent))
-        pairs = zip(gradients, v, strict=True)
+        product = self._product(evaluate, method, v, lambda _, tangents: [*map(normal, tangents)])
+        pairs, tangent = zip(product.gradients, v, strict=True), product.tangents.double()
         inner = sum(float((g.double() * one.double()).sum()) for g, one in pairs if g is not None)
-        difference = float((tangent.double() * u.double()).sum()) - inner
-        size = float(torch.linalg.vector_norm(tangent.double()))
+        difference = float((tangent * product.cotangents.double()).sum()) - inner
+        size = float(torch.linalg.vector_norm(tangent))
         return abs(difference) / size if size else float(difference != 0)
 
     def _is_right(
-        self, products: JacobianProduct, evaluate: Evaluate, block: Sequence[Tensor], to_cotangent: ToCotangent
+        self, product: JacobianProduct, evaluate: Evaluate, block: Sequence[Tensor], to_cotangents: ToCotangents
     ) -> bool:
-        """Whether the first product of the first block equals that of the vector alone, up to rounding."""
+        """Whether the first vector of the first block has the same product alone, up to rounding."""
         if self._checked_block:
             return True
         self._checked_block = True
-        alone = self._product(evaluate, self.method, [v[0] for v in block], to_cotangent)
+        alone = self._product(evaluate, self.method, [v[0] for v in block], to_cotangents)
         sizes, differences = [0.0], [0.0]
-        for x, y, parameter in zip(products.gradients, alone.gradients, self.parameters, strict=True):
+        for x, y, parameter in zip(product.gradients, alone.gradients, self.parameters, strict=True):
             expected = torch.zeros_like(parameter) if y is None else y
             sizes.append(float(torch.linalg.vector_norm(expected)))
             differences.append(float(torch.linalg.vector_norm(expected if x is None else x[0] - expected)))
@@ -211,61 +200,61 @@ class JacobianProducts:
         return self.vectorized
 
     def _product(
-        self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangent: ToCotangent
+        self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangents: ToCotangents
     ) -> JacobianProduct:
         """Return the product of one vector, by one forward pass; v is scaled if float16 is involved."""
         with _unfused_kernels(self.model) if "unfused" in method else nullcontext():
             if not self._half:
-                return self._scaled_product(evaluate, method, v, to_cotangent, 1.0)
+                return self._scaled_product(evaluate, method, v, to_cotangents)
             largest = math.hypot(*(float(one.abs().amax()) for one in v if one.numel()))
             if not math.isfinite(largest):
                 raise ValueError(message("v", "finite", "NaN or infinity"))
             scale = 2.0 ** -math.ceil(math.log2(largest)) if largest else 1.0
             while True:
                 try:
-                    return self._scaled_product(evaluate, method, v, to_cotangent, scale)
+                    return self._scaled_product(evaluate, method, v, to_cotangents, scale)
                 except _OverflowError:
                     scale /= 16
 
     def _scaled_product(
-        self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangent: ToCotangent, scale: float
+        self, evaluate: Evaluate, method: str, v: Sequence[Tensor], to_cotangents: ToCotangents, scale: float = 1.0
     ) -> JacobianProduct:
         """Return the product of v, with v multiplied by `scale` inside the model against underflow in float16."""
         tangents = [(one * scale).to(parameter) for one, parameter in zip(v, self.parameters, strict=True)]
         if method.startswith("forward mode"):
-            outputs, logits, tangent = self._forward_mode(evaluate, tangents)
+            outputs, tangent = self._forward_mode(evaluate, tangents)
         else:
             outputs = evaluate()
-            logits = outputs.logits
-            tangent = self._double_backward(logits, tangents)
+            tangent = self._double_backward(outputs.logits, tangents)
         tangent = tangent.detach().to(promoted(tangent.dtype))
         if self._half and scale > 2.0**-40 and not bool(torch.isfinite(tangent).all()):
             raise _OverflowError
-        tangent = tangent / scale
-        u = to_cotangent(outputs, tangent)
+        logits, tangent = outputs.logits, tangent / scale
+        (u,) = to_cotangents(outputs, [tangent])
         self._half_logits = logits.dtype == torch.float16
-        if not (self._half or self._half_logits):
-            rows = torch.autograd.grad(logits, self.parameters, u.to(logits.dtype), allow_unused=True)
-            return JacobianProduct([None if g is None else g.to_dense() for g in rows], tangent, u)
-        self._scaled_backward = self._scaled_backward or BatchBackward(self.parameters, self._half)
-        size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
-        gradients, larger = self._scaled_backward(logits, u * size, keep_graph=False)
-        return JacobianProduct([None if g is None else g.float() / larger / size for g in gradients], tangent, u)
+        gradients: Sequence[Tensor | None]
+        if self._half or self._half_logits:
+            self._scaled_backward = self._scaled_backward or BatchBackward(self.parameters, self._half)
+            size = min(largest_scale(u) or 1.0, 2.0**120)  # so that its scale for float16 is right for any v
+            found, larger = self._scaled_backward(logits, u * size, keep_graph=False)
+            gradients = [None if g is None else g.float() / larger / size for g in found]
+        else:
+            gradients = torch.autograd.grad(logits, self.parameters, u.to(logits.dtype), allow_unused=True)
+        return JacobianProduct(gradients, tangent[None], u[None], outputs)
 
-    def _forward_mode(self, evaluate: Evaluate, tangents: Sequence[Tensor]) -> tuple[Outputs, Tensor, Tensor]:
-        """Return the outputs, the logits without their tangent, and J v from dual numbers as parameters."""
+    def _forward_mode(self, evaluate: Evaluate, tangents: Sequence[Tensor]) -> tuple[Outputs, Tensor]:
+        """Return the outputs and J v, by one forward pass at dual numbers as parameters.
 
-        def evaluate_dual() -> tuple[Outputs, Tensor, Tensor]:
-            outputs = evaluate()
-            logits, tangent = forward_ad.unpack_dual(outputs.logits)  # type: ignore[no-untyped-call]
-            return outputs, logits, torch.zeros_like(logits) if tangent is None else tangent.detach()
-
-        # The backward pass comes after this: inside, tangents would go through it, too.
+        The outputs have no tangent, since a backward pass would go through it, too.
+        """
         with forward_ad.dual_level(), _padding_fixed(self._padded) if self._padded else nullcontext():
-            pairs = zip(self.parameters, tangents, strict=True)
-            duals = [forward_ad.make_dual(p, one) for p, one in pairs]  # type: ignore[no-untyped-call]
-            named = dict(zip(self._names, duals, strict=True))
-            return functional_call(self._with_parameters, named, (evaluate_dual,))  # type: ignore[no-any-return]
+            duals = {
+                name: forward_ad.make_dual(p, one)  # type: ignore[no-untyped-call]
+                for name, p, one in zip(self._names, self.parameters, tangents, strict=True)
+            }
+            outputs = functional_call(self._with_parameters, duals, (evaluate,))
+            logits, tangent = forward_ad.unpack_dual(outputs.logits)  # type: ignore[no-untyped-call]
+        return outputs._replace(logits=logits), torch.zeros_like(logits) if tangent is None else tangent
 
     def _double_backward(self, logits: Tensor, tangents: Sequence[Tensor]) -> Tensor:
         """Return J v as the derivative of ⟨Jᵀw, v⟩ in w."""
@@ -279,10 +268,10 @@ class JacobianProducts:
         )
         return tangent
 
-    def _vectorized_products(
-        self, evaluate: Evaluate, vectors: Sequence[Tensor], to_cotangent: ToCotangent
+    def _vectorized_product(
+        self, evaluate: Evaluate, vectors: Sequence[Tensor], to_cotangents: ToCotangents
     ) -> JacobianProduct | None:
-        """Return the products of several vectors by two forward passes and one backward; None if vmap fails."""
+        """Return the product of several vectors by two forward passes and one backward; None if vmap fails."""
         primals = {name: p.detach() for name, p in zip(self._names, self.parameters, strict=True)}
         stacked = {name: v.to(p) for (name, p), v in zip(primals.items(), vectors, strict=True)}
 
@@ -300,12 +289,12 @@ class JacobianProducts:
                     tangents = torch.vmap(push_forward, randomness="same")(stacked)
                 outputs = evaluate()
                 tangents = tangents.to(promoted(tangents.dtype))
-                cotangents = torch.stack([to_cotangent(outputs, one) for one in tangents])
+                cotangents = torch.stack([*to_cotangents(outputs, [*tangents])])
                 scaled = cotangents.to(outputs.logits.dtype)
                 gradients = torch.autograd.grad(
                     outputs.logits, self.parameters, scaled, allow_unused=True, is_grads_batched=True
                 )
-                return JacobianProduct(gradients, tangents, cotangents)
+                return JacobianProduct(gradients, tangents, cotangents, outputs)
         except Exception:  # an operation that cannot be vectorized; a single vector works or raises the real error
             self.vectorized = False
             return None

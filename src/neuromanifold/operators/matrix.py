@@ -22,9 +22,9 @@ from neuromanifold.operators.layout import ParameterLayout, V
 from neuromanifold.operators.metric import Solution, StoredMetric, stored_fields
 from neuromanifold.operators.stochastic import warn_below_rounding
 from neuromanifold.persample.accumulate import GradientRows
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.problem import Problem, refuse_a_part
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results.files import reads
 from neuromanifold.results.provenance import Provenance
 from neuromanifold.results.trace import TraceEstimate
@@ -230,9 +230,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             rows = vectors.new_zeros(stop - start, k)
             rows[:, own] = self._spectra[name][1][:, chosen[own] - start]
             vectors[index], start = rows, stop
-        scaled = values[chosen] / self._divisor
-        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
-        return Eigenpairs(scaled, vectors, residuals, self.layout.size)
+        return self._eigenpairs(values[chosen], vectors, self.layout.size)
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I); half of it is the logarithm of the volume element √det."""
@@ -255,9 +253,7 @@ class FisherMatrix(StoredMetric, Mapping[str, Tensor]):
             smallest = torch.finfo(values.dtype).eps * len(values) * values.amax() if values.numel() else 0.0
             inverse = torch.where(values > smallest, 1 / values, 0.0) if not damping else 1 / values
             x[index] = times(vectors, inverse[:, None] * times(vectors.mT, block[index]))
-        residual = torch.linalg.vector_norm(block - self._scaled(x) - damping * x, dim=0)
-        sizes = torch.linalg.vector_norm(block, dim=0).clamp(min=torch.finfo(block.dtype).tiny)
-        return Solution(back(x), float((residual / sizes).max()) if block.numel() else 0.0)
+        return Solution(back(x), float(self._residuals(x, block, damping).max()) if block.numel() else 0.0)
 
     # ------------------------------------------------------------------------------------------------ as a value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self
@@ -43,7 +43,7 @@ from neuromanifold.operators.stochastic import (
 )
 from neuromanifold.results.files import save_tensors
 from neuromanifold.results.provenance import Provenance
-from neuromanifold.results.scaling import Scalable
+from neuromanifold.results.scaling import Reducible, Scalable
 from neuromanifold.results.trace import TraceEstimate
 
 
@@ -65,7 +65,7 @@ class Solution(NamedTuple, Generic[V]):
     iterations: int = 0  # of conjugate gradients; 0: in closed form
 
 
-class Metric(ABC):
+class Metric(Reducible):
     """F over some parameters, per sample (`reduction="mean"`) or as the sum over samples (`"sum"`).
 
     Vectors are tensors or numpy arrays [P], blocks of columns [P, m], or dicts from parameter name to tensor; what
@@ -74,7 +74,6 @@ class Metric(ABC):
     """
 
     layout: ParameterLayout
-    reduction: Reduction
     precision: torch.dtype  #: of vectors: float32 or float64
     device: torch.device
     __array_ufunc__ = None  # numpy's arrays leave v @ F to F
@@ -98,16 +97,6 @@ class Metric(ABC):
         """`precision` as a numpy type, for scipy."""
         return np.dtype(str(self.precision).removeprefix("torch."))
 
-    @property
-    def mean(self) -> Self:
-        """The view per sample: F divided by the number of samples."""
-        return self._view("mean")
-
-    @property
-    def sum(self) -> Self:
-        """The view as a sum over samples, which is what the paper writes F for."""
-        return self._view("sum")
-
     # ------------------------------------------------------------------------------------------------ products
 
     def matvec(self, v: V) -> V:
@@ -115,13 +104,7 @@ class Metric(ABC):
         block, back = self._read(v, "v")
         return back(self._scaled(block))
 
-    def matmat(self, v: V) -> V:
-        """F V for a block of columns: the same as `matvec`, under scipy's name."""
-        return self.matvec(v)
-
-    def rmatvec(self, v: V) -> V:
-        """Fᵀ v = F v."""
-        return self.matvec(v)
+    matmat = rmatvec = matvec  # scipy's names: for a block of columns, and Fᵀ v = F v
 
     def __matmul__(self, v: V) -> V:
         return self.matvec(v)
@@ -291,10 +274,23 @@ class Metric(ABC):
             warn(text, NotConvergedWarning)
         return Solution(x, residual, iterations)
 
+    @override
     def _view(self, reduction: Reduction) -> Self:
         view = copy.copy(self)
         view.reduction = reduction
         return view
+
+    def _eigenpairs(self, values: Tensor, vectors: Tensor, products: int) -> Eigenpairs:
+        """Return eigenvalues of the sum over samples and their vectors, in this view and with their residuals."""
+        scaled = (values / self._divisor).to(self.precision)
+        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
+        return Eigenpairs(scaled, vectors, residuals, products)
+
+    def _residuals(self, x: Tensor, rhs: Tensor, damping: float) -> Tensor:
+        """Return ‖b - Ax‖/‖b‖ for A = F + damping I and each column b of rhs."""
+        residuals: Tensor = torch.linalg.vector_norm(rhs - self._scaled(x) - damping * x, dim=0)
+        residuals /= torch.linalg.vector_norm(rhs, dim=0).clamp(min=torch.finfo(rhs.dtype).tiny)
+        return residuals
 
     def _stochastic(self, method: str, products: int, seed: int) -> tuple[Estimate, Estimate]:
         products = check_method(method, products)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,11 @@ from neuromanifold.operators.jacobian import JacobianProducts
 from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.operators.metric import Metric
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import batch_seed
+from neuromanifold.problem.cotangents import LateValidation, Likelihood, batch_seed
 from neuromanifold.problem.model import Selection, ShiftLabels
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem, refuse_a_part
 from neuromanifold.problem.unchanged import CarriedState
-from neuromanifold.problem.validation import Distributions, LateValidation, Likelihood
 
 Middle = Callable[[Core, Tensor | None, Tensor], Tensor]
 """From the core over rows [R, C], their labels ([R] classes, or [R, C] targets, or None) and v [R, C] to M v [R, C]."""
@@ -184,9 +184,14 @@ class FisherOperator(Metric):
             chosen |= {name: parameter for name, parameter in own.items() if name not in chosen}
         if not chosen:
             raise ValueError(message("names", "at least one name", "none"))
-        problem = replace(self.problem, parameters=chosen)
-        options = {"progress": self._progress, "seed": self._seed}
-        return FisherOperator(problem, self.middle, self._estimator, self.reduction, **options)  # type: ignore[arg-type]
+        return FisherOperator(
+            replace(self.problem, parameters=chosen),
+            self.middle,
+            self._estimator,
+            self.reduction,
+            progress=self._progress,
+            seed=self._seed,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.reduction}, {self.layout.size:,} parameters, by {self.method})"
@@ -196,18 +201,17 @@ class FisherOperator(Metric):
         """Return F B by one pass over the data for all columns."""
         if not block.shape[1]:
             return torch.zeros_like(block)
-        total = torch.zeros_like(block.mT, memory_format=torch.contiguous_format)
-        sizes = total.new_zeros(len(total), 2)
-        samples: int | Tensor = 0
-        positions: int | Tensor = 0
         rows, validation = block.mT.contiguous(), self.problem.validation()
         places = self.layout.slices.items()
         vectors = [rows[:, place].view(len(rows), *self.layout.shapes[name]) for name, place in places]
+        total, sizes = torch.zeros_like(rows), rows.new_zeros(len(rows), 2)
+        samples: int | Tensor = 0
+        positions: int | Tensor = 0
+        self._jacobian.begin_pass()
         with self.problem.session():
             for batch in self._batches.batches(progress=self._progress):
                 outputs = self._add(batch, vectors, total, sizes, validation)
-                if outputs is not None:
-                    samples, positions = samples + outputs.samples, positions + outputs.positions
+                samples, positions = samples + outputs.samples, positions + outputs.positions
         validation.flush()
         self._jacobian.compare(rows, total, sizes)
         self._set_count(int(samples), int(positions))
@@ -215,43 +219,40 @@ class FisherOperator(Metric):
 
     def _add(
         self, batch: Batch, vectors: Sequence[Tensor], sums: Tensor, sizes: Tensor, validation: LateValidation
-    ) -> Outputs | None:
-        """Add one batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its outputs."""
-        seen: tuple[Outputs, Distributions, list[Tensor]] | None = None  # the columns of a block have the same outputs
+    ) -> Outputs:
+        """Add a batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its outputs."""
+        evaluate = partial(self.problem.evaluate, batch, self._estimator)
+        if self._carried.found:  # the columns of a block take several forward passes, which begin alike
+            evaluate = partial(_evaluate_after, self._carried.noted(), evaluate)
+        for which, product in self._jacobian(evaluate, vectors, partial(self._cotangents, validation)):
+            for place, g in zip(self.layout.slices.values(), product.gradients, strict=True):
+                if g is not None:
+                    added_to = sums[which, place]
+                    added_to += g.to_dense().reshape(added_to.shape).to(sums)
+            sizes[which] += product.sizes().to(sizes)
+        return product.outputs.detached()
 
-        def to_cotangent(outputs: Outputs, tangent: Tensor) -> Tensor:
-            nonlocal seen
-            if seen is None or seen[0] is not outputs:
-                found = self.problem.distributions(outputs, validation)
-                seen = outputs, found, [] if self.middle else self._cotangents(outputs, found)
-            (core, labels), drawn = seen[1:]
-            with torch.autocast(tangent.device.type, enabled=False):
+    def _cotangents(self, validation: LateValidation, outputs: Outputs, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """Return u = M J v for each of some J v, in the shape of the logits."""
+        core, labels = self.problem.distributions(outputs, validation)
+        drawn = [] if self.middle else self._drawn(outputs, core, labels)
+        found: list[Tensor] = []
+        with torch.autocast(outputs.logits.device.type, enabled=False):
+            for tangent in tangents:
                 if self.middle is not None:
-                    return outputs.scatter(self.middle(core, labels, outputs.select(tangent).to(core.dtype)))
+                    rows = self.middle(core, labels, outputs.select(tangent).to(core.dtype))
+                    found.append(outputs.scatter(rows))
+                    continue
                 u = torch.zeros_like(tangent, dtype=core.dtype)
                 for one in drawn:  # u uᵀ of each sample, over all of its positions
                     along = (one * tangent).flatten(1).sum(1)
                     u += one * along.view(-1, *[1] * (u.ndim - 1))
-                return u
+                found.append(u)
+        return found
 
-        restore = self._carried.noted() if self._carried.found else None
-
-        def evaluate() -> Outputs:
-            if restore is not None:  # the columns of a block take several forward passes, which begin alike
-                restore()
-            return self._evaluate(batch)
-
-        for which, product, size in self._jacobian(evaluate, vectors, to_cotangent):
-            for place, g in zip(self.layout.slices.values(), product, strict=True):
-                if g is not None:
-                    sums[which, place] += g.reshape(len(g), place.stop - place.start).to(sums)
-            sizes[which] += size.to(sizes)
-        return seen[0].detached() if seen else None
-
-    def _cotangents(self, outputs: Outputs, found: Distributions) -> list[Tensor]:
+    def _drawn(self, outputs: Outputs, core: Core, labels: Tensor | None) -> list[Tensor]:
         """Return the estimator's cotangents [B, ..., C] of a batch, which are the same in each product."""
         assert self._estimator is not None
-        core, labels = found
         generator = torch.Generator(core.device).manual_seed(batch_seed(self._seed, outputs.number))
         with torch.no_grad():
             return [outputs.scatter(rows) for rows in self._estimator.cotangents(core, labels, generator)]
@@ -270,15 +271,12 @@ class FisherOperator(Metric):
                 self.problem.distributions(outputs)
                 enough = self.problem.inspect(batch, outputs) or chosen
                 if len(outputs.logits) and not chosen:
-                    self._jacobian.choose(lambda batch=batch: self._evaluate(batch))  # type: ignore[misc]
+                    self._jacobian.choose(partial(self.problem.evaluate, batch, self._estimator))
                     chosen = True
                 if enough:
                     return
         if not chosen:
             self._set_count(0, 0)
-
-    def _evaluate(self, batch: Batch) -> Outputs:
-        return self.problem.evaluate(batch, self._estimator)
 
     def _set_count(self, samples: int = 0, positions: int = 0) -> None:
         if not samples:
@@ -286,3 +284,8 @@ class FisherOperator(Metric):
             advice = "Ignored samples do not count."
             raise ValueError(message("data", "an iterable with at least one sample", got, advice))
         self._count[:] = [samples, positions]
+
+
+def _evaluate_after(restore: Callable[[], None], evaluate: Callable[[], Outputs]) -> Outputs:
+    restore()
+    return evaluate()

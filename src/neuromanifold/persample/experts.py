@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.follow import shape_of, signed
 from neuromanifold.persample.gradients import Form, Routed
-from neuromanifold.persample.layouts import ROWS, Layout
+from neuromanifold.persample.places import ROWS, Layout
 
 Node = Any
 CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
@@ -72,7 +72,8 @@ def expert_site(node: Node, i: int, path: Sequence[Node], shape: torch.Size) -> 
     """
     name, steps = node.name(), [step for step in path if step.name() not in CASTS]
     if not path and picks_matrices(node):
-        return ExpertSite(node, shape, node._saved_indices[0], None, False) if len(shape) == 2 else None
+        picked = _chosen(node)
+        return ExpertSite(node, shape, picked, None, False) if len(shape) == 2 and picked is not None else None
     turns = [_swaps_last(step) for step in steps]
     experts: Tensor | None = None
     if steps and not turns[-1]:
@@ -116,10 +117,10 @@ def picks_matrices(node: Node) -> bool:
 
 def _chosen(node: Node) -> Tensor | None:
     """Return which matrices of a parameter an operation takes; None if it does something else."""
-    if picks_matrices(node):
-        index: Tensor = node._saved_indices[0]
-        return index
     below = node.next_functions[0][0]
+    if picks_matrices(node) and below is not None:
+        index: Tensor = node._saved_indices[0]
+        return index.remainder(shape_of(below)[0])  # negative ones count from the last
     if node.name() != "SelectBackward0" or signed(node._saved_dim) != 0 or below is None:
         return None
     return torch.tensor(signed(node._saved_index) % shape_of(below)[0])

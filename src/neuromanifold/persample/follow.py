@@ -84,15 +84,19 @@ def shifted_dims(node: Node) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
 
 
+MOVES_ROWS = frozenset({"IndexBackward0", "IndexSelectBackward0", "IndexAddBackward0"})
+"""Operations of which an index says where rows come from."""
+
+
 def reads_values(node: Node) -> bool:
-    """Return whether the values of an index decide which sample owns the rows of an operation's input."""
+    """Return whether the values of such an index decide which sample owns the rows of the operation's input."""
     if node.name() == "IndexBackward0":
         first = node._saved_indices[0]
         picked = first is not None and first.ndim == 1 and not takes_own_rows(node)
     else:
-        moves = node.name() in ("IndexSelectBackward0", "IndexAddBackward0")
-        picked = moves and signed(node._saved_dim) in (0, -len(shape_of(node)))
-    below = node.next_functions[0][0] if picked else None
+        picked = signed(node._saved_dim) in (0, -len(shape_of(node)))
+    rows = 1 if node.name() == "IndexAddBackward0" else 0  # the input that has them
+    below = node.next_functions[rows][0] if picked else None
     return below is not None and not hasattr(below, "variable")
 
 
@@ -212,7 +216,7 @@ _RULES: dict[str, _Rule] = {}
 
 
 def _of(*names: str) -> Callable[[_Rule], _Rule]:
-    """Enter a rule for some operations; whatever it reads of a node, besides shapes, is part of `graph.signature`."""
+    """Enter a rule for some operations; whatever it reads of a node, besides shapes, is part of `Graph.signature`."""
 
     def enter(rule: _Rule) -> _Rule:
         _RULES.update(dict.fromkeys(names, rule))
@@ -377,6 +381,13 @@ def _added_to_rows(op: _Followed) -> list[Place]:
         return [into, op.at(rows, op.dim)]
     index = op.node._saved_index
     return [into, op.owners.to(index.device)[index]]
+
+
+@_of("_ToTorchTensorBackward", "_FromTorchTensorBackward", "RedistributeBackward")
+def _distributed(op: _Followed) -> list[Place]:
+    """Between a DTensor and a part of it, which has all samples."""
+    known = type(op.node)._forward_cls.__module__.startswith("torch.distributed.tensor.")
+    return op.first_only(known and op.keeps_size)
 
 
 @_of("GroupedMm")

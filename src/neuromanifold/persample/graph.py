@@ -25,15 +25,23 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.experts import CASTS, ExpertSite, expert_site, picks_matrices
-from neuromanifold.persample.follow import leaves_in_place, shape_of, shifted_dims, takes_own_rows
+from neuromanifold.persample.follow import (
+    MOVES_ROWS,
+    leaves_in_place,
+    reads_values,
+    shape_of,
+    shifted_dims,
+    takes_own_rows,
+)
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
-from neuromanifold.persample.layouts import Layout, stacked
+from neuromanifold.persample.places import Layout, stacked
 
 Node = Any
 
 _BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
 _PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
 _LAYER_NORM, _LOOKUP = "NativeLayerNormBackward0", "EmbeddingBackward0"
+_PICKS = frozenset({"IndexBackward0", "SelectBackward0", "GroupedMmBackward0"})  # one of several matrices (experts.py)
 _STRUCTURAL = (
     *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
     *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
@@ -194,61 +202,68 @@ def _transposes(node: Node) -> bool:
 Site = BroadcastSite | ExpertSite
 
 
-def consumers(root: Node) -> dict[Node, list[tuple[Node, int]]]:
-    """Return for each node of a graph who uses its result, and as which input."""
-    found: dict[Node, list[tuple[Node, int]]] = {root: []}
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        for i, (below, _) in enumerate(node.next_functions):
-            if below is None:
-                continue
-            if below in found:
-                found[below].append((node, i))
-            else:
-                found[below] = [(node, i)]
-                waiting.append(below)
-    return found
+@dataclass(frozen=True)
+class Graph:
+    """Autograd's graph from logits down, read in one walk."""
 
-
-def users_first(used_by: dict[Node, list[tuple[Node, int]]]) -> list[Node]:
-    """Return the nodes in an order in which each comes after all of its users."""
-    left = {node: len(users) for node, users in used_by.items()}
-    order = [node for node, count in left.items() if not count]
-    for node in order:
-        for below, _ in node.next_functions:
-            if below is not None:
-                left[below] -= 1
-                if not left[below]:
-                    order.append(below)
-    return order
-
-
-def signature(used_by: dict[Node, list[tuple[Node, int]]], samples: int) -> int:
-    """Return a number that is equal for graphs in which the same rows belong to each sample.
+    users: dict[Node, list[tuple[Node, int]]]
+    """For each node who uses its result, and as which input."""
+    signature: int = 0
+    """Equal for graphs in which the same rows belong to each sample.
 
     It holds the operations, how they are connected, the arguments that decide where rows go, and all sizes: not as
     numbers, since sequences of other lengths need no other treatment, but by which of them are equal to each other, to
     1, and to (a multiple of) the number of samples.
     """
-    numbers = {node: number for number, node in enumerate(used_by)}
-    parts = []
-    for node in used_by:
-        name = node.name()
-        metadata = node._input_metadata
-        part: list[object] = [name, tuple(metadata[0].shape) if metadata else ()]
-        if arguments := _arguments_of(type(node)):  # type: ignore[arg-type]
-            part += [getattr(node, argument) for argument in arguments]
-        if name == "IndexBackward0":
-            part += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
-        elif name == "ConstantPadNdBackward0":
-            part.append(shifted_dims(node))
-        elif name.startswith("AsStridedBackward"):
-            part.append(leaves_in_place(node))
-        for below, output in node.next_functions:
-            part += (numbers.get(below), output)
-        parts.append(tuple(part))
-    return _canonical(samples, tuple(parts))
+    leaves: tuple[Node, ...] = ()
+    """Where the graph ends in a parameter, or another tensor with a gradient."""
+    by_values: bool = False
+    """Whether the values of indices decide which sample owns some rows (`follow.py`)."""
+
+    @classmethod
+    def of(cls, root: Node, samples: int) -> Graph:
+        """Read the graph below a node."""
+        users: dict[Node, list[tuple[Node, int]]] = {root: []}
+        numbers, waiting, parts, leaves, by_values = {root: 0}, [root], list[tuple[Any, ...]](), list[Node](), False
+        while waiting:
+            node = waiting.pop()
+            name, metadata = node.name(), node._input_metadata
+            part: list[object] = [name, tuple(metadata[0].shape) if metadata else (), numbers[node]]
+            if arguments := _arguments_of(type(node)):  # type: ignore[arg-type]
+                part += [getattr(node, argument) for argument in arguments]
+            if name == "torch::autograd::AccumulateGrad":
+                leaves.append(node)
+            elif name in MOVES_ROWS:
+                by_values = by_values or reads_values(node)
+                if name == "IndexBackward0":
+                    part += [takes_own_rows(node), tuple(index is None for index in node._saved_indices)]
+            elif name == "ConstantPadNdBackward0":
+                part.append(shifted_dims(node))
+            elif name.startswith("AsStridedBackward"):
+                part.append(leaves_in_place(node))
+            for i, (below, output) in enumerate(node.next_functions):
+                if below is None:
+                    part.append(None)
+                    continue
+                if below not in users:
+                    users[below], numbers[below] = [], len(numbers)
+                    waiting.append(below)
+                users[below].append((node, i))
+                part += (numbers[below], output)
+            parts.append(tuple(part))
+        return cls(users, _canonical(samples, tuple(parts)), tuple(leaves), by_values)
+
+    def users_first(self) -> list[Node]:
+        """Return the nodes in an order in which each comes after all of its users."""
+        left = {node: len(users) for node, users in self.users.items()}
+        order = [node for node, count in left.items() if not count]
+        for node in order:
+            for below, _ in node.next_functions:
+                if below is not None:
+                    left[below] -= 1
+                    if not left[below]:
+                        order.append(below)
+        return order
 
 
 @functools.cache
@@ -268,15 +283,13 @@ def _canonical(samples: int, parts: tuple[tuple[Any, ...], ...]) -> int:
     return hash(tuple((name, *(names.get(size, size) for size in shape), *rest) for name, shape, *rest in parts))
 
 
-def broadcast_sites(
-    node: Node, shape: torch.Size, samples: int, used_by: dict[Node, list[tuple[Node, int]]]
-) -> list[Site] | None:
+def broadcast_sites(node: Node, shape: torch.Size, samples: int, graph: Graph) -> list[Site] | None:
     """Return where a node's result is broadcast over the batch; None if one of its uses is not supported."""
     found: list[Site] = []
     waiting: list[tuple[Node, tuple[Step, ...]]] = [(node, ())]
     while waiting:
         below, path = waiting.pop()
-        users = used_by.get(below, [])
+        users = graph.users.get(below, [])
         if not users:
             return None  # the logits themselves
         for user, i in users:
@@ -299,7 +312,9 @@ def _site(node: Node, i: int, path: tuple[Step, ...], shape: torch.Size, samples
     if node.name() in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM, _LOOKUP):
         site.layouts = tuple(site.candidates(samples))
     if not site.layouts:
-        return expert_site(node, i, [step.node for step in path], shape) if samples else None
+        steps = [step.node for step in path]
+        picks = samples and not _PICKS.isdisjoint(one.name() for one in (node, *steps))
+        return expert_site(node, i, steps, shape) if picks else None
     site.partner = _partner(site)
     if node.name() == _LAYER_NORM:
         site.statistics = node._saved_result1, node._saved_result2

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.experts import ExpertSite, expert_site
-from neuromanifold.persample.follow import follow, reads_values, shape_of
+from neuromanifold.persample.follow import follow, shape_of
 from neuromanifold.persample.gradients import Form, of_samples
-from neuromanifold.persample.graph import BroadcastSite, Site, broadcast_sites, consumers, signature, users_first
+from neuromanifold.persample.graph import BroadcastSite, Graph, Site, broadcast_sites
 from neuromanifold.persample.hooks import Capture, CaptureGradient
-from neuromanifold.persample.layouts import ROWS, Layout, stacked
-from neuromanifold.persample.places import SHARED, UNKNOWN, Place, owners
+from neuromanifold.persample.places import ROWS, SHARED, UNKNOWN, Layout, Place, owners, stacked
 from neuromanifold.persample.rules import Call, NotApplicableError
+from neuromanifold.persample.shards import is_distributed
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")
@@ -87,29 +87,32 @@ class Use:
 class Following:
     """Where the tensors of a graph have their samples, or the positions of the logits; found when first asked for."""
 
-    def __init__(self, graph: Mapping[Any, list[tuple[Any, int]]]) -> None:
-        """`graph`: who uses each node."""
-        self._graph, self._found = dict(graph), dict[tuple[int, int], dict[Any, Place]]()
-        self.by_values = any(map(reads_values, graph))
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._found = graph, dict[tuple[int, int], dict[Any, Place]]()
+        self.by_values = graph.by_values
         """Whether the data decide: then places are part of what kind of graph it is."""
 
     def places(self, size: int, before: int) -> dict[Any, Place]:
         """Return the place of each node, by `follow`."""
         if (size, before) not in self._found:
-            self._found[size, before] = follow(users_first(self._graph), size, _IDENTITIES, before)
+            self._found[size, before] = follow(self._graph.users_first(), size, _IDENTITIES, before)
         return self._found[size, before]
 
     def kind(self, logits: Tensor) -> tuple[int, ...]:
         """Return all places that are decided by values in this batch, as numbers."""
+        if not self.by_values:
+            return ()
         axes = [(logits.shape[0], 1), *([(logits.shape[1], logits.shape[0])] if logits.ndim == 3 else [])]
-        found = [self.places(*axis) for axis in axes if self.by_values and axis[0] > 1]
+        found = [self.places(*axis) for axis in axes if axis[0] > 1]
         return tuple(place if isinstance(place, int) else _BY_ROW for places in found for place in places.values())
 
     def owners(self, node: Any, samples: int, data_alone: bool = True) -> Tensor | None:
         """Return which sample owns each row of a tensor, if (`data_alone`) that is decided by the data."""
-        if samples == 1 or not (self.by_values or not data_alone):
+        if data_alone and not self.by_values:
+            return None
+        if samples == 1:
             rows = shape_of(node)[:1].numel()  # without any, shapes say nothing
-            return None if data_alone and (rows or not self.by_values) else torch.zeros(rows, dtype=torch.long)
+            return None if data_alone and rows else torch.zeros(rows, dtype=torch.long)
         place, shape = self.places(samples, 1).get(node, UNKNOWN), shape_of(node)
         if data_alone and not isinstance(place, Tensor):
             return None
@@ -132,7 +135,7 @@ class Uses:
     unsupported: frozenset[int] = frozenset()
     """Parameters with a use that cannot be done per sample: they have to be excluded."""
     signature: int = 0
-    following: Following = field(default_factory=lambda: Following({}))
+    following: Following = field(default_factory=lambda: Following(Graph({})))
     by_capture: dict[Capture, Use] = field(default_factory=dict)
     """The uses that are captured calls."""
 
@@ -191,13 +194,13 @@ def discover(
     if logits.grad_fn is None:  # the logits are a parameter
         own = [numbers[id(logits)]] if id(logits) in numbers else []
         return Uses(samples, remaining=own)
-    used_by = consumers(logits.grad_fn)
-    reaching = [capture for capture in captures if capture.node in used_by]
-    leaves = [(node, i) for node in used_by if (i := numbers.get(id(getattr(node, "variable", None)))) is not None]
+    graph = Graph.of(logits.grad_fn, samples)
+    reaching = [capture for capture in captures if capture.node in graph.users]
+    leaves = [(node, i) for node in graph.leaves if (i := numbers.get(id(node.variable))) is not None]
     # Two heads that take turns have the same graph, and other parameters.
     used = (2 * i + (i in excluded) for _, i in leaves)
-    following = Following(used_by)
-    kind = hash((signature(used_by, samples), *map(_KEY, reaching), *used, *following.kind(logits)))
+    following = Following(graph)
+    kind = hash((graph.signature, *map(_KEY, reaching), *used, *following.kind(logits)))
     plan = plans.get(kind)
     verified = plan.layouts if plan is not None and plan.followed else {}
     supported, unsupported, by_capture = list[Use](), set[int](), dict[Capture, Use]()
@@ -209,7 +212,7 @@ def discover(
         if rows is not None:
             layouts = (ROWS,) if capture.owner.rule.extra_dims and len(capture.x) == len(rows) else ()
         elif known is None or known.shared:
-            layouts, sites = _layouts(capture, samples, batch_dim, used_by)
+            layouts, sites = _layouts(capture, samples, batch_dim, graph)
         if layouts and not capture.overwritten:
             by_capture[capture] = use = Use(key, capture.parameters, layouts, capture, sites, rows)
             supported.append(use)
@@ -219,8 +222,8 @@ def discover(
     for node, i in leaves:
         shape = parameters[i].shape
         direct = None
-        if i not in excluded and i not in unsupported:
-            direct = _sites(node, shape, samples, used_by, following)
+        if i not in excluded and i not in unsupported and not is_distributed(parameters[i]):
+            direct = _sites(node, shape, samples, graph, following)
         if direct is None:
             remaining.append(i)
             continue
@@ -232,10 +235,10 @@ def discover(
 
 
 def _sites(
-    node: Any, shape: torch.Size, samples: int, used_by: dict[Any, list[tuple[Any, int]]], following: Following
+    node: Any, shape: torch.Size, samples: int, graph: Graph, following: Following
 ) -> list[tuple[Site, Tensor | None]] | None:
     """Return where a parameter is used outside of modules with a rule, and who owns the rows there if data decide."""
-    found = broadcast_sites(node, shape, samples, used_by)
+    found = broadcast_sites(node, shape, samples, graph)
     sites: list[tuple[Site, Tensor | None]] = []
     for site in found or ():
         rows, used = following.owners(site.node, samples), site
@@ -253,7 +256,7 @@ def _sites(
 
 
 def _layouts(
-    capture: Capture, samples: int, batch_dim: int, used_by: dict[Any, list[tuple[Any, int]]]
+    capture: Capture, samples: int, batch_dim: int, graph: Graph
 ) -> tuple[tuple[Layout, ...], tuple[BroadcastSite, ...]]:
     """The layouts that a call's input and output may have, going by their shapes."""
     shape, x, flexible = capture.shape, capture.x, capture.owner.rule.extra_dims
@@ -264,7 +267,7 @@ def _layouts(
         found = [Layout(d) for d in dims if d < min(len(shape), x.ndim) and shape[d] == x.shape[d] == samples]
         if flexible and shape[0] == x.shape[0] > samples:
             found += stacked(0, shape[0], samples)
-    sites = (broadcast_sites(capture.node, shape, samples, used_by) if flexible else None) or []
+    sites = (broadcast_sites(capture.node, shape, samples, graph) if flexible else None) or []
     broadcasts = [site for site in sites if isinstance(site, BroadcastSite) and not site.is_product]
     if sites and len(broadcasts) == len(sites):
         dims_of_sites = [{layout.dim for layout in site.layouts} for site in sites]

@@ -22,6 +22,7 @@ from torch import Tensor
 from neuromanifold.persample.accumulate.base import Pass
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.places import ROWS
 from neuromanifold.persample.plan import Key, Use, connected
 from neuromanifold.persample.shards import Shards, union_of_processes
 
@@ -39,7 +40,7 @@ def token_uses(backward: PerSampleBackward, logits: Tensor, shards: Shards | Non
 
     def fits(use: Use) -> bool:
         capture, layout = use.capture, backward.plan.layouts[use.key]
-        if positions < 2 or capture is None or layout.shared or not capture.owner.rule.extra_dims:
+        if positions < 2 or capture is None or layout.shared or layout == ROWS or not capture.owner.rule.extra_dims:
             return False
         if any(isinstance(value, Tensor) for value in (*capture.others, *capture.options.values())):
             return False

@@ -6,8 +6,7 @@ that never occur) have no place on it and stand as a bar at the left edge.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from neuromanifold.core.checks import integer_in_range, message, one_of
 from neuromanifold.report.depth import depth
 from neuromanifold.results import DiagonalFisher
+from neuromanifold.results.drawing import needs_matplotlib
 from neuromanifold.results.naming import components, short_names
 from neuromanifold.results.summary import Statistics, statistics, summarize
 
@@ -51,18 +51,6 @@ def plot(result: DiagonalFisher, kind: str) -> Figure:
     one_of(kind, "kind", "histograms", "depth")
     with needs_matplotlib(" The page of .report(path) does not."):
         return plot_depth(result) if kind == "depth" else plot_histograms(histograms(result), label="entries")
-
-
-@contextmanager
-def needs_matplotlib(advice: str = "") -> Iterator[None]:
-    """Turn the error of a missing matplotlib into one that says how to install it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "matplotlib":
-            raise
-        text = f"Plots need matplotlib: pip install 'neuromanifold[plots]'.{advice}"
-        raise ModuleNotFoundError(text, name=error.name) from error
 
 
 def histograms(

@@ -7,21 +7,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.core.checks import Reduction, check_reduction, message
+from neuromanifold.core.checks import Reduction, check_reduction, listed, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.error_bars import ErrorBars, coarser, converted, entry_noise, row_sums
 from neuromanifold.results.files import LazyTensors, load, mapped, reads, renamed
 from neuromanifold.results.intervals import check_level, interval
 from neuromanifold.results.provenance import Provenance
-from neuromanifold.results.scaling import Scalable
+from neuromanifold.results.scaling import Reducible, Scalable
 from neuromanifold.results.sharded import SHARD_SIZE, save_result, whole
 from neuromanifold.results.summary import HEADER, NOTES, summarize
 from neuromanifold.results.table import WIDTH, text_table
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
+class DiagonalFisher(Reducible, Scalable, Viewed, Mapping[str, Tensor]):
     """The diagonal of F: a mapping from parameter name to a tensor of the parameter's shape, with standard errors.
 
     What is stored is the *sum* over samples and the number of samples; `reduction` only chooses the view, "mean" (per
@@ -80,7 +81,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 
         An error for a weight whose entries have none (`error_bars`).
         """
-        return _StandardErrors(self)
+        return _PerParameter(self, "standard errors", self._noise_of)
 
     @property
     def rows(self) -> DiagonalFisher:
@@ -106,22 +107,32 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         infinite where the estimate is zero.
         """
         level = check_level(level)
-        return _Intervals(self, level, 0), _Intervals(self, level, 1)
+        lower, upper = (
+            _PerParameter(self, f"{end} ends of {100 * level:g} % intervals", partial(self._interval_end, level, i))
+            for i, end in enumerate(("lower", "upper"))
+        )
+        return lower, upper
 
-    @property
-    def mean(self) -> DiagonalFisher:
-        """The view per sample: sums divided by the number of samples."""
-        return replace(self, reduction="mean")
+    def _noise_of(self, name: str) -> Tensor:
+        return entry_noise(self.noise, self.sums, name)
 
-    @property
-    def sum(self) -> DiagonalFisher:
-        """The view as a sum over samples, which is what the paper writes F for."""
-        return replace(self, reduction="sum")
+    def _interval_end(self, level: float, end: int, name: str) -> Tensor:
+        """Return the lower (0) or upper end (1) of the intervals of the sums."""
+        sums, noise = self.sums[name], self._noise_of(name)
+        found = interval(sums, noise, level, self.noiseless.get(name))[end]
+        if end and self.provenance.left_out:
+            of_one = interval(sums, sums * math.sqrt(2 / 3), level)[1]
+            found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
+        return found
 
     @property
     def per_token(self) -> DiagonalFisher:
         """The view per position that counts, such as the tokens of sequences: sums divided by `positions`."""
-        return replace(self, reduction="token")
+        return self._view("token")
+
+    @override
+    def _view(self, reduction: Reduction) -> Self:
+        return replace(self, reduction=reduction)
 
     @property
     def trace(self) -> TraceEstimate:
@@ -257,9 +268,7 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
         squared: dict[str, list[str]] = {}
         for name in self:
             squared.setdefault(self.provenance.granularity.get(name, ""), []).append(name)
-        shown = {
-            how: ", ".join(n[:3]) + (f" and {len(n) - 3} more" if len(n) > 3 else "") for how, n in squared.items()
-        }
+        shown = {how: listed(names, 3) for how, names in squared.items()}
         lines = []
         if "token" in squared:
             lines.append(f"squared per token, with less noise than per {self.provenance.unit}: {shown['token']}")
@@ -271,8 +280,8 @@ class DiagonalFisher(Scalable, Viewed, Mapping[str, Tensor]):
 class ShardedFisher(DiagonalFisher):
     """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model in FSDP2 are.
 
-    What needs values of all processes (`trace`, `save`, `gathered`) is called by all of them.  Results add, scale and
-    are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
+    What needs values of all processes (`trace`, `rows`, `save`, `gathered`) is called by all of them.  Results add,
+    scale and are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.
     """
 
     @override
@@ -295,10 +304,9 @@ class ShardedFisher(DiagonalFisher):
 
     def _refuse(self, *_: object, **__: object) -> Any:
         advice = "Save the result and nm.load it in one process, or take fim.gathered() if memory has room for it."
-        raise ValueError(message("fim", "whole for intervals, rows, comparisons and pages", "in parts", advice))
+        raise ValueError(message("fim", "whole for intervals, comparisons and pages", "in parts", advice))
 
     interval = compare = plot = report = _refuse
-    rows = property(_refuse)
 
     @override
     def _repr_html_(self) -> str:
@@ -315,10 +323,13 @@ class ShardedFisher(DiagonalFisher):
 
 
 class _PerParameter(Mapping[str, Tensor]):
-    """Something about each entry of a diagonal by parameter name, computed when it is asked for."""
+    """Something about each entry of a diagonal by parameter name, in its view, computed when it is asked for."""
 
-    def __init__(self, result: DiagonalFisher) -> None:
-        self._result = result
+    def __init__(self, result: DiagonalFisher, what: str, of_sums: Callable[[str], Tensor]) -> None:
+        self._result, self._what, self._of_sums = result, what, of_sums
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._of_sums(self._result.provenance.find(name, self._result.sums)) / self._result.divisor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._result)
@@ -328,38 +339,6 @@ class _PerParameter(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"{self._what} of {len(self)} parameters ({self._result.reduction})"
-
-    @property
-    def _what(self) -> str:
-        return "standard errors"
-
-
-class _StandardErrors(_PerParameter):
-    def __getitem__(self, name: str) -> Tensor:
-        result = self._result
-        return entry_noise(result.noise, result.sums, result.provenance.find(name, result.sums)) / result.divisor
-
-
-class _Intervals(_PerParameter):
-    """One end of the confidence intervals: 0 is the lower one, 1 the upper one."""
-
-    def __init__(self, result: DiagonalFisher, level: float, end: int) -> None:
-        super().__init__(result)
-        self._level, self._end = level, end
-
-    def __getitem__(self, name: str) -> Tensor:
-        result = self._result
-        name = result.provenance.find(name, result.sums)
-        sums, noise = result.sums[name], entry_noise(result.noise, result.sums, name)
-        found = interval(sums, noise, self._level, result.noiseless.get(name))[self._end]
-        if self._end and result.provenance.left_out:
-            of_one = interval(sums, sums * math.sqrt(2 / 3), self._level)[1]
-            found = torch.where(noise > 0, found, torch.where(sums > 0, of_one, math.inf))
-        return found / result.divisor
-
-    @property
-    def _what(self) -> str:
-        return f"{'upper' if self._end else 'lower'} ends of {100 * self._level:g} % intervals"
 
 
 @reads("diagonal")

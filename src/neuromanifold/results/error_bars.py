@@ -13,31 +13,17 @@ sum of its entries'.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from neuromanifold.core.checks import message
+from neuromanifold.persample.shards import row_placements
 from neuromanifold.results.files import mapped
 
 ErrorBars = bool | Literal["rows"]
 
-LARGE = 2**28
-"""Entries above which only rows have error bars: those of entries would take a gigabyte or more beside the sums."""
-
 _KINDS: tuple[ErrorBars, ...] = (True, "rows", False)  # from fine to coarse
-
-
-def check_error_bars(value: object) -> ErrorBars | Literal["auto"]:
-    """Refuse whatever is not one of the kinds, or "auto"."""
-    if isinstance(value, bool) or (isinstance(value, str) and value in ("rows", "auto")):
-        return value  # type: ignore[return-value]
-    raise ValueError(message("error_bars", "True, False, 'rows' or 'auto'", repr(value)))
-
-
-def choose_error_bars(value: ErrorBars | Literal["auto"], entries: int) -> ErrorBars:
-    """Return the kind for so many entries; it depends on nothing else, so that shards of a run agree."""
-    return value if value != "auto" else "rows" if entries > LARGE else True
 
 
 def coarser(a: ErrorBars, b: ErrorBars) -> ErrorBars:
@@ -46,8 +32,12 @@ def coarser(a: ErrorBars, b: ErrorBars) -> ErrorBars:
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """Return the sum of each row, [rows]; a vector or a number as it is."""
-    return values.flatten(1).sum(1) if values.ndim > 1 else values
+    """Return the sum of each row, [rows]; a vector or a number as it is.  Those of a DTensor are divided like it."""
+    if values.ndim < 2 or not hasattr(values, "placements"):
+        return values.flatten(1).sum(1) if values.ndim > 1 else values
+    sums: Any = values.sum(tuple(range(1, values.ndim)))
+    found: Tensor = sums.redistribute(placements=row_placements(values.placements))
+    return found
 
 
 def converted(noise: Mapping[str, Tensor], before: ErrorBars, after: ErrorBars) -> Mapping[str, Tensor]:

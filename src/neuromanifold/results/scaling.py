@@ -1,4 +1,4 @@
-"""Results as values that scale: 0.5 * fim, fim * 0.5, fim / 2; and sum([...]) of several."""
+"""Results as values that scale, 0.5 * fim, fim / 2, sum([...]) of several; and as sums over samples with two views."""
 
 from __future__ import annotations
 
@@ -7,7 +7,27 @@ from abc import ABC, abstractmethod
 from numbers import Real
 from typing import Self
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import Reduction, message
+
+
+class Reducible(ABC):
+    """A sum over samples, of which `reduction` chooses the view."""
+
+    reduction: Reduction
+
+    @property
+    def mean(self) -> Self:
+        """The view per sample: sums divided by the number of samples."""
+        return self._view("mean")
+
+    @property
+    def sum(self) -> Self:
+        """The view as a sum over samples, which is what the paper writes F for."""
+        return self._view("sum")
+
+    @abstractmethod
+    def _view(self, reduction: Reduction) -> Self:
+        """The same result in another view."""
 
 
 class Scalable(ABC):

@@ -1,9 +1,10 @@
-"""What a run has seen so far."""
+"""What a run has seen so far, and how an observer is told."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.progress import RunProgress
 from neuromanifold.run.methods import Method
+from neuromanifold.run.settings import Observer, RunProgress
 
 _KEPT = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
 _NOTED = ("passes", "verified", "methods")  # of the method, which has a state of its own in a checkpoint
 _METHODS = ("token", "sample", "sample, one by one", "batch")  # from fine to coarse
+_SECONDS, _SHARE = 0.5, 1 / 50  # between two looks of an observer; of the time that may be spent on looking
 
 
 @dataclass
@@ -128,3 +130,22 @@ class Counts:
 def coarsest(methods: Iterable[list[str]]) -> list[str]:
     """Return for each parameter the coarsest of the methods by which several runs have done it."""
     return [max(each, key=_METHODS.index) for each in zip(*filter(None, methods), strict=True)]
+
+
+class Reporter:
+    """Calls an observer as often as is useful, and as rarely as looking takes a fiftieth of the time."""
+
+    def __init__(self, observer: Observer | bool) -> None:
+        """A bool stands for none: that of a bar is another thing."""
+        self._observer, self._due = observer, 0.0
+
+    def batch_done(self, progress: Callable[[], RunProgress]) -> None:
+        """Call the observer if it is time to."""
+        if not callable(self._observer):
+            return
+        start = time.monotonic()
+        if start < self._due:
+            return
+        self._observer(progress())
+        end = time.monotonic()
+        self._due = end + max(_SECONDS, (end - start) / _SHARE)

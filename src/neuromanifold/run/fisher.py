@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, message, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.persample.accumulate import DiagonalSums, TraceOfParts, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.fingerprint import fingerprint
 from neuromanifold.problem.model import Selection, ShiftLabels, plain_name, tied_names
 from neuromanifold.problem.offloaded import loading_offloaded
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Observer
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher, Provenance, TraceEstimate
 from neuromanifold.results.diagonal import ShardedFisher
-from neuromanifold.results.error_bars import ErrorBars, check_error_bars, choose_error_bars
+from neuromanifold.results.error_bars import ErrorBars
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.lockstep.loop import run_sharded, sharded
 from neuromanifold.run.loop import run
@@ -36,8 +35,10 @@ from neuromanifold.run.settings import (
     Distributed,
     Granularity,
     LoopOptions,
+    Observer,
     OnInterrupt,
     Settings,
+    choose_error_bars,
 )
 from neuromanifold.run.stopping import Accuracy
 
@@ -155,15 +156,15 @@ def diagonal_of(
     error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
-    if problem.sharded:
-        return _sharded_diagonal(problem, settings, options, view, rtol, check_error_bars(error_bars))
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     parameters = list(problem.parameters.values())
-    kind = choose_error_bars(check_error_bars(error_bars), sum(parameter.numel() for parameter in parameters))
-    if rtol is not None and not kind:
-        raise ValueError(
-            message("error_bars", "True or 'rows' with rtol", "False", "rtol is a relative standard error.")
-        )
+    if problem.tensor_parallel and error_bars == "rows":
+        advice = "Rows of weights are divided among processes: leave it out, or give True or False."
+        raise ValueError(message("error_bars", "those of entries for a tensor-parallel model", "'rows'", advice))
+    entries = 0 if problem.tensor_parallel else sum(map(Tensor.numel, parameters))
+    kind = choose_error_bars(error_bars, entries, rtol)
+    if problem.sharded:
+        return _sharded_diagonal(problem, settings, options, view, rtol, kind)
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
     counts = _run(problem, settings, sums, options, rtol)
     errors = sums.standard_errors(last=True) if kind or not random else []
@@ -186,21 +187,19 @@ def _sharded_diagonal(
     options: LoopOptions,
     view: Reduction,
     rtol: float | None,
-    error_bars: ErrorBars | Literal["auto"],
+    kind: ErrorBars,
 ) -> ShardedFisher:
     """Return the diagonal of a model in FSDP2, of which each process has its part."""
     random = settings.estimator.noise_factor > 0
-    if error_bars == "rows" or (rtol is not None and not error_bars):
-        got = f"{error_bars!r}" + (" with rtol" if rtol is not None else "")
-        raise ValueError(message("error_bars", "True, or False without rtol, for a model in FSDP2", got))
     with sharded(problem, settings, options) as shards:
-        sums = ShardedSums(shards, fourth_powers=random and bool(error_bars))
+        sums = ShardedSums(shards, fourth_powers=kind if random else False)
         counts = _run(problem, settings, sums, options, rtol, shards)
         names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
-        squares = dict(zip(names, sums.squares, strict=True))
-        errors = dict(zip(names, sums.standard_errors(), strict=True)) if error_bars or not random else {}
-    provenance = replace(provenance, weights=shards.fingerprint, error_bars=bool(error_bars) or not random)
-    return ShardedFisher(squares, errors, counts.samples, counts.positions, provenance, view)
+        errors = sums.standard_errors() if kind or not random else []
+        parts = (dict(zip(names, each, strict=bool(each))) for each in (sums.squares, errors, sums.noiseless))
+        squares, noise, noiseless = parts
+    provenance = replace(provenance, weights=shards.fingerprint, error_bars=kind if random else True)
+    return ShardedFisher(squares, noise, counts.samples, counts.positions, provenance, view, noiseless)
 
 
 @torch.inference_mode(mode=False)
@@ -250,6 +249,8 @@ def fisher_trace(
     with loading_offloaded(model, parameters):
         problem = Problem.of(*arguments, shards=True)
         with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+            if shards and shards.one_replica:
+                sums = TraceOfParts(estimator.noise_factor, shards)
             counts = _run(problem, settings, sums, options, rtol, shards)
         provenance = make_provenance(problem, settings, counts, options.shard)
     provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance

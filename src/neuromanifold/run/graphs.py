@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from neuromanifold.core.checks import warn
 from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.cotangents import Found
 from neuromanifold.problem.outputs import Outputs
-from neuromanifold.problem.validation import Found
 from neuromanifold.run.methods import Method
 from neuromanifold.run.settings import CudaGraphs
 

@@ -21,9 +21,8 @@ from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.progress import Reporter
 from neuromanifold.run.checkpoint import CheckpointedRun
-from neuromanifold.run.counts import Counts
+from neuromanifold.run.counts import Counts, Reporter
 from neuromanifold.run.dealing import Dealing, DealtWindows, Window, deal
 from neuromanifold.run.graphs import CapturedSteps
 from neuromanifold.run.methods import Method, make_method
@@ -59,10 +58,11 @@ def run(
         items = problem.items(progress=bar, description=options.description)
         items, dealing = deal(items, processes, method, sums, options)
         steps = Steps(method, sums, counts, dealing, options.cuda_graphs)
-        saved = CheckpointedRun(options.checkpoint, method, sums, counts)
-        saved.resume(processes, options.shard, dealing.own_data)
+        saved = CheckpointedRun(options.checkpoint, method, sums, counts) if options.checkpoint else None
+        if saved is not None:
+            saved.resume(processes, options.shard, dealing.own_data)
         windows = DealtWindows(items, dealing, processes, saved)
-        stopping = Stopping(accuracy, counts, sums, processes, dealing, saved.begins_at)
+        stopping = Stopping(accuracy, counts, sums, processes, dealing, saved.begins_at if saved else 0)
         reporter = Reporter(options.progress if processes.rank == 0 else False)
         with method.attached(), interrupts.watched():
             try:
@@ -71,7 +71,8 @@ def run(
                 if interrupts.in_batch or not interrupts.wanted:
                     raise  # sums may hold a part of the batch: the checkpoint that was written before it remains
                 steps.synchronize()
-                saved.write()
+                if saved is not None:
+                    saved.write()
                 some = counts.batches or processes.several
                 if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
                     raise
@@ -91,7 +92,7 @@ def run(
 def _go_through(
     windows: DealtWindows,
     steps: Steps,
-    saved: CheckpointedRun,
+    saved: CheckpointedRun | None,
     stopping: Stopping,
     reporter: Reporter,
     interrupts: Interrupts,
@@ -103,17 +104,18 @@ def _go_through(
                 steps(window)
                 windows.note_done(window)
                 reporter.batch_done(stopping.progress)
-                if saved.is_due:
+                if saved is not None and saved.is_due:
                     steps.synchronize()
                     saved.write()
             stopping.after(window)
-        if stopping.reason and window.end >= saved.ends_at:
+        if stopping.reason and (saved is None or window.end >= saved.ends_at):
             break
     stopping.after_the_data()
     with interrupts.held_back():
         steps.synchronize()
-        saved.check_length(windows.end)
-        saved.write()
+        if saved is not None:
+            saved.check_length(windows.end)
+            saved.write()
 
 
 class Steps:

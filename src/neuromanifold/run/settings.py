@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from neuromanifold.core.checks import integer_in_range, message, one_of, random_seed
 from neuromanifold.estimators import Estimator, SquaredBatchGradient
-from neuromanifold.problem.progress import Observer
+from neuromanifold.results.error_bars import ErrorBars
 from neuromanifold.results.files import index_of
 from neuromanifold.results.sharded import remove_parts
 
@@ -20,6 +21,8 @@ OnInterrupt = Literal["raise", "return"]
 """What Ctrl-C does to a run: KeyboardInterrupt goes on, or the result of the batches done is given."""
 Distributed = Literal["auto", "own data", False]
 """Whether the processes of a process group share a run, and whether each of them has data of its own."""
+LARGE = 2**28
+"""Entries above which only rows have error bars: those of entries would take a gigabyte or more beside the sums."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,32 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
         advice += "information. Use granularity='sample', or nm.SquaredBatchGradient() if that is the number you want."
         raise ValueError(message("granularity", f"'auto' or 'sample' for {estimator}", "'batch'", advice))
     return "batch" if whole else granularity  # type: ignore[return-value]
+
+
+def choose_error_bars(value: object, entries: int, rtol: float | None) -> ErrorBars:
+    """Return which error bars so many entries get; "auto" depends on nothing else, so that shards of a run agree."""
+    if not isinstance(value, bool) and not (isinstance(value, str) and value in ("rows", "auto")):
+        raise ValueError(message("error_bars", "True, False, 'rows' or 'auto'", repr(value)))
+    if value == "auto":
+        return "rows" if entries > LARGE else True
+    if rtol is not None and not value:
+        advice = "rtol is a relative standard error."
+        raise ValueError(message("error_bars", "True or 'rows' with rtol", "False", advice))
+    return value  # type: ignore[return-value]
+
+
+class RunProgress(NamedTuple):
+    """How far a run has come."""
+
+    batches: int  # done, before a checkpoint was taken up as well
+    samples: int
+    place: int  # in the data, of the next batch: those of other shards count
+    relative_error: float | None  # Σ stderr / Σ F so far; None: nothing is random
+    tokens: int = 0  # of sequences; 0: the samples are none
+
+
+Observer = Callable[[RunProgress], None]
+"""Called now and then in a run."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from neuromanifold.persample.accumulate import GradientSums
-from neuromanifold.problem.progress import RunProgress
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.dealing import Dealing, Window
 from neuromanifold.run.processes import Processes
+from neuromanifold.run.settings import RunProgress
 
 
 class Accuracy(NamedTuple):

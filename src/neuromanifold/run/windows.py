@@ -42,7 +42,7 @@ from neuromanifold.estimators.allocation import (
     score_everyone,
     several_passes,
 )
-from neuromanifold.estimators.orthogonal import random_signs
+from neuromanifold.estimators.base import random_signs
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch, SomeSamples, Taken, gather, same_kind
 from neuromanifold.problem.cotangents import weighted, with_eigenvectors

@@ -13,7 +13,8 @@ from neuromanifold.cli.console import print_facts, print_table
 from neuromanifold.cli.parsing import check_creatable
 from neuromanifold.core import Categorical
 from neuromanifold.experiments.core_space import core_path, plot_core_path, tightness
-from neuromanifold.report.plots import needs_matplotlib, save_figure
+from neuromanifold.report.plots import save_figure
+from neuromanifold.results.drawing import needs_matplotlib
 
 _CASES = ((2, 3.0), (3, 3.0), (14, 0.3), (14, 3.0), (100, 0.3), (100, 3.0), (1000, 0.3), (1000, 3.0))
 _TITLE = "Theorem 1's bounds of the largest eigenvalue λ of the core metric diag(p) - ppᵀ"

@@ -13,7 +13,8 @@ from neuromanifold.cli.parsing import check_creatable
 from neuromanifold.diagnostics.check import check
 from neuromanifold.experiments import one_thread
 from neuromanifold.experiments.digits import TRAINING, train_digits
-from neuromanifold.report.plots import histograms, needs_matplotlib, plot_histograms, save_figure
+from neuromanifold.report.plots import histograms, plot_histograms, save_figure
+from neuromanifold.results.drawing import needs_matplotlib
 from neuromanifold.run.fisher import fisher_diagonal
 
 

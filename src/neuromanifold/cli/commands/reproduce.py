@@ -18,7 +18,7 @@ from neuromanifold.experiments.paper import Folder, PaperRun, PaperSettings, Pap
 from neuromanifold.experiments.paper.folder import TIMING_ROUNDS
 from neuromanifold.experiments.paper.tasks import TASKS, find_tasks
 from neuromanifold.hf.models import DTYPES, as_device
-from neuromanifold.problem.progress import Observer
+from neuromanifold.run.settings import Observer
 
 _SOURCES = "Local models and data"
 

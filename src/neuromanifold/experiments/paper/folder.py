@@ -23,8 +23,8 @@ import torch
 
 from neuromanifold._version import __version__
 from neuromanifold.core.checks import integer_in_range, message, random_seed
-from neuromanifold.problem.progress import Observer
 from neuromanifold.results.files import load_json, save_json, without_nan
+from neuromanifold.run.settings import Observer
 
 TIMING_ROUNDS = 5
 _PACKAGES = ("transformers", "datasets", "numpy", "triton")

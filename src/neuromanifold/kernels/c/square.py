@@ -19,7 +19,6 @@ from neuromanifold.kernels.c import build
 from neuromanifold.kernels.values import PowerSums, Windows, flat_positions, source_positions
 
 SOURCE = Path(__file__).with_name("square.c")
-LEAST = 2**18  # multiplications: for fewer, compiling does not pay
 _LARGEST = 2**24  # image of a block's channels: each thread copies one
 _FILLED, _OF_A_GROUP = 0.25, 16  # least filled share of a tile; least rows of a group, so that packing pays
 _COLUMNS, _ROWS, _BLOCK = {True: 256, False: 576}, 128, 2**16 + 2**13  # of a block; the former for one tap
@@ -108,8 +107,6 @@ def _float32(left: Tensor, right: Tensor, to: PowerSums) -> bool:
 
 
 def _call(left: _Side, right: _Side, to: PowerSums, sizes: _ProductSizes, tables_of: Callable[[], _Tables]) -> bool:
-    if prod(sizes) < LEAST:
-        return False
     threads = torch.get_num_threads()
     kernel = build.kernel(SOURCE, "add_squares", threads)
     if kernel is None:

@@ -65,7 +65,8 @@ class KroneckerFisher(StoredMetric):
     @property
     def structure(self) -> dict[str, str]:
         """How each parameter was done: the factors of its block, "dense", "diagonal", "unused" (no gradient came)."""
-        return {name: self._block_of(name).how for name in self.layout.shapes}
+        how = {name: block.how for block in self.blocks.values() for name in block.names}
+        return {name: how[name] for name in self.layout.shapes}
 
     @property
     def kronecker(self) -> KroneckerFisher:
@@ -133,9 +134,7 @@ class KroneckerFisher(StoredMetric):
             block.scatter(block.back(unit.view(-1, *block.eigenvalues.shape)), columns, self.layout.slices)
             vectors[:, own] = columns
             start += size
-        scaled = values[chosen] / self._divisor
-        residuals = torch.linalg.vector_norm(self._scaled(vectors) - vectors * scaled, dim=0)
-        return Eigenpairs(scaled, vectors, residuals, 0)
+        return self._eigenpairs(values[chosen], vectors, 0)
 
     def log_determinant(self, damping: float) -> float:
         """log det(F + damping I) = Σ log(E + damping); half of it is the log volume element."""
@@ -154,9 +153,7 @@ class KroneckerFisher(StoredMetric):
         tol = self._tolerance(tol)
         block, back = self._read(rhs, "rhs")
         x = self._apply(block, self._powers(damping, -1.0))
-        residual = torch.linalg.vector_norm(block - self._scaled(x) - damping * x, dim=0)
-        sizes = torch.linalg.vector_norm(block, dim=0).clamp(min=torch.finfo(block.dtype).tiny)
-        return self._solution(back(x), residual / sizes, tol)
+        return self._solution(back(x), self._residuals(x, block, damping), tol)
 
     def inverse_square_root(self, v: V, damping: float = 0.0) -> V:
         """(F + damping I)^(-½) v: ‖result‖² = vᵀ (F + damping I)⁻¹ v."""
@@ -272,15 +269,8 @@ class KroneckerFisher(StoredMetric):
         same = {name: first.setdefault(id(value), name) for name, value in tensors.items()}
         tensors = {name: tensors[name] for name in first.values()}
         again = {name: other for name, other in same.items() if name != other}
-        more = {
-            "blocks": json.dumps(heads),
-            "same": json.dumps(again),
-            "weight_sharing": self.weight_sharing,
-        }
-        self._save(path, "kronecker", tensors, **more)
-
-    def _block_of(self, name: str) -> EigenBlock:
-        return next(block for block in self.blocks.values() if name in block.names)
+        texts = {"blocks": json.dumps(heads), "same": json.dumps(again), "weight_sharing": self.weight_sharing}
+        self._save(path, "kronecker", tensors, **texts)
 
 
 @reads("kronecker")

@@ -20,9 +20,8 @@ from typing_extensions import override
 from neuromanifold.core.checks import promoted
 from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate.base import Pass, Reducer, SharedSums, named, part_of, read_back, zero_sums
-from neuromanifold.persample.accumulate.fourth_powers import FourthPowers, Tally, Units
+from neuromanifold.persample.accumulate.fourth_powers import UNLIKE, FourthPowers, Tally, Thinning, Units
 from neuromanifold.persample.accumulate.small import LIMIT, SmallSums
-from neuromanifold.persample.accumulate.thinning import UNLIKE, Thinning
 from neuromanifold.persample.accumulate.whole import add_whole, root_mean_squares
 from neuromanifold.persample.gradients import Dense, Form, Product, SquaredProduct
 
@@ -280,4 +279,5 @@ class DiagonalSums(SharedSums):
 
 def _added(*parts: Tensor | None) -> Tensor | None:
     """The sum of those that there are."""
-    return functools.reduce(lambda a, b: b if a is None else a if b is None else a + b, parts)
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], found[0]) if found else None

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from neuromanifold.persample.accumulate.base import Pass, Reducer, SharedSums
 from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.shards import Shards
 
 
 class TraceSums(SharedSums):
@@ -127,3 +128,39 @@ class TraceSums(SharedSums):
         self.set_state({}, of_all[0])
         for values in of_all[1:]:
             self.merge({}, values)
+
+
+class TraceOfParts(TraceSums):
+    """The same where each process has the gradients of its parts of the parameters, all of the same samples."""
+
+    def __init__(self, noise_factor: float, shards: Shards) -> None:
+        super().__init__(noise_factor)
+        self._shards = shards
+
+    @override
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        super().add([g if self._shards.is_counted(i) else None for i, g in enumerate(gradients)], made_by)
+
+    @override
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        super().add_samples(i, form, made_by)
+        if not self._shards.is_counted(i):
+            self._single[-1] = torch.zeros_like(self._single[-1])
+
+    @override
+    def end_pass(self) -> None:
+        """Add up the squared norms of all processes, too, before they are squared for their variance."""
+        whole = [float(torch.stack(self._whole).sum())] if self._whole else []
+        single = torch.stack(self._single).sum(0).tolist() if self._single else []
+        wholes, singles = zip(*self._shards.processes.gather("trace", [whole, single]), strict=True)
+        self._whole = [torch.tensor(one, dtype=torch.float64).sum() for one in wholes if one]
+        self._single = [torch.tensor(one, dtype=torch.float64) for one in singles if one]
+        super().end_pass()
+
+    @override
+    def empty(self) -> TraceOfParts:
+        return TraceOfParts(self._noise_factor, self._shards)
+
+    @override
+    def reduce(self, processes: Reducer) -> None:
+        """Do nothing: all processes have the whole."""

@@ -19,14 +19,13 @@ from neuromanifold.persample.gradients.forms import (
     Dense,
     Form,
     Product,
-    Rows,
     SquaredProduct,
     ranges,
     root_mean_square,
     row_limit,
     tile_size,
 )
-from neuromanifold.persample.gradients.routed import Routed, of_samples
+from neuromanifold.persample.gradients.rows import Routed, Rows, of_samples
 from neuromanifold.persample.gradients.totals import Sum, add
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""Forms of per-sample gradients: the gradients themselves, sums of outer products, and rows of a table."""
+"""Forms of per-sample gradients: the gradients themselves, and sums of outer products.
+
+Where each sample has one position, the product has rank one, and (l ⊗ r)² = l² ⊗ r²: squares of many samples or tokens
+are a product of matrices (`add_squares_of_rank_one`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from typing_extensions import override
 
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.kernels import dispatch
-from neuromanifold.kernels.values import PowerSums
-from neuromanifold.persample.gradients.rank_one import add_product_of_squares, add_squares_of_rank_one
+from neuromanifold.kernels.values import BOUND, PowerSums
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+_BOUND = 2.0**50  # of l² in the unit: l⁴ is in float32's range, and so is its product with r⁴
 
 
 class Form(ABC):
@@ -74,6 +78,10 @@ class Form(ABC):
         del start, stop, matrix, constant
         return None
 
+    def part(self, dim: int, start: int, length: int) -> Form:
+        """Return the gradients of a part of the parameter: `length` entries of dimension `dim`, from `start` on."""
+        raise NotImplementedError(f"A part of {type(self).__name__} gradients.")
+
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
         return ranges(self.samples, self.samples)
@@ -102,6 +110,10 @@ class Dense(Form):
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self.values[start:stop].to(dtype, copy=True)
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Dense:
+        return Dense(self.values.narrow(dim + 1, start, length))
 
     @override
     def select(self, rows: Tensor) -> Dense:
@@ -154,6 +166,14 @@ class Product(Form):
     def product_of(self, start: int, stop: int) -> Product:
         whole = (start, stop) == (0, self.samples)
         return self if whole else replace(self, left=self.left[start:stop], right=self.right[start:stop])
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        left, right = self.left, self.right
+        if self.shape != (left.shape[-1], right.shape[-1]):
+            return super().part(dim, start, length)
+        left, right = (left, right.narrow(-1, start, length)) if dim else (left.narrow(-1, start, length), right)
+        return Product(left, right, turned=self.turned)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""
@@ -233,64 +253,6 @@ class Product(Form):
 
 
 @dataclass
-class Rows(Form):
-    """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
-
-    values: Tensor  #: [n, t, d]
-    ids: Tensor  #: [n, t]
-    rows: int
-    fourths_are_costly: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self.samples, self.device = self.values.shape[0], self.values.device
-        self.shape = torch.Size((self.rows, self.values.shape[2]))
-
-    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return whole tables for a few samples, zero in the rows that a sample does not look up."""
-        table = torch.zeros(stop - start, *self.shape, dtype=dtype, device=self.device)
-        ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
-        return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
-
-    @override
-    def select(self, rows: Tensor) -> Rows:
-        return replace(self, values=self.values[rows], ids=self.ids[rows])
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return Σ_n c_n g_n, added into the rows that are looked up."""
-        values = self.values.to(weights.dtype) * weights[:, None, None]
-        total = torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
-        return total.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
-
-    def magnitude(self) -> Tensor:
-        """Return the root mean square of the rows that are looked up, as if each were looked up once."""
-        return root_mean_square(self.values)
-
-    def add_squares(self, to: PowerSums) -> None:
-        """Sum each sample's gradients for a row, square the sum, and add it to that row alone."""
-        sums, rows, _ = self._touched(to.squares.dtype)
-        to.add_to_rows(rows, sums.mul_(to.factor).square_())
-
-    def squared_norms(self, dtype: torch.dtype) -> Tensor:
-        """Return ‖g_n‖² from the rows that a sample looks up."""
-        sums, _, owners = self._touched(dtype)
-        return torch.zeros(self.samples, dtype=dtype, device=self.device).index_add_(0, owners, sums.square().sum(1))
-
-    def _touched(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for each pair of a sample and a row it looks up, the sum [pairs, d], the row, and the sample.
-
-        As many as there are positions, those at the end zero: counting them would wait for a GPU.
-        """
-        ids, order = self.ids.sort(1)
-        first = torch.ones_like(ids, dtype=torch.bool)  # whether no position before has looked up the same row
-        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        pair = torch.empty_like(ids).scatter_(1, order, (first.flatten().cumsum(0) - 1).view_as(ids)).flatten()  # [n·t]
-        values = self.values.flatten(0, 1).to(dtype)
-        samples = torch.arange(self.samples, device=self.device)[:, None].expand_as(ids)
-        rows, owners = (torch.zeros_like(pair).index_copy_(0, pair, one.flatten()) for one in (self.ids, samples))
-        return torch.zeros_like(values).index_add_(0, pair, values), rows, owners
-
-
-@dataclass
 class SquaredProduct(Form):
     """Squares of products with one position, summed over cotangents: Σ_c left_c² [n, o], multiplied by right² once."""
 
@@ -348,6 +310,62 @@ class SquaredProduct(Form):
     def add_squares(self, to: PowerSums) -> None:
         right = self.right.to(to.squares.dtype) * (self.unit / to.unit)
         add_product_of_squares(self.squares, self.fourths, right.square_(), to.view(*self.shape))
+
+
+def add_squares_of_rank_one(left: Tensor, right: Tensor, to: PowerSums, numbers: int) -> None:
+    """Add Σ_n (l_n ⊗ r_n)² [o, i], and fourth powers, for l [n, o] and r [n, i]; about `numbers` numbers at a time.
+
+    On a GPU, squares of bfloat16 stay in it, as products of an ordinary backward pass do: rounding them adds as much to
+    the error as rounding l and r has made.  Elsewhere all is done in the precision of the sums.
+
+    Fourth powers of small inputs r would underflow, and those of l in the gradients' unit overflow: r is taken in a
+    unit of its own size, and l in the rest of that of the gradients.
+    """
+    (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
+    factor: float | Tensor = to.factor
+    if to.fourths is not None:
+        unit = _power_of_two_near(root_mean_square(right))
+        factor, right = factor * unit, right / unit
+    right2 = right.to(dtype).square()
+    step = max(1, numbers // max(1, len(left), ins)) if to.row_fourths is None or len(to.row_fourths) == outs else outs
+    for start in range(0, outs, step):
+        part = left[:, start : start + step].to(dtype)
+        left2 = part.square() if to.fourths is None and factor == 1.0 else (part * factor).square_()
+        add_product_of_squares(left2, None, right2, to.narrow(start, start + step) if step < outs else to)
+
+
+def add_product_of_squares(left2: Tensor, left4: Tensor | None, right2: Tensor, to: PowerSums) -> None:
+    """Add (l²)ᵀ(r²) [o, i], and fourth powers; l² and l⁴ [n, o] may be sums over cotangents."""
+    _add_product(left2, right2, to.squares, to.unit**2)
+    if to.row_fourths is not None:
+        norms2 = right2.sum(1, keepdim=True, dtype=to.row_fourths.dtype)
+        if left4 is None:
+            to.add_row_norms(left2 * norms2)
+        else:
+            powers = left4.T @ norms2[:, 0].clamp_(max=BOUND**0.5).square_()
+            parts = len(powers) // len(to.row_fourths)  # (Σ_k a_k)² <= K Σ_k a_k²
+            to.row_fourths.add_(powers.view(len(to.row_fourths), parts).sum(1), alpha=parts * to.weight)
+    if to.fourths is not None:
+        left4 = left2.clamp(max=_BOUND).square() if left4 is None else left4
+        _add_product(left4, right2.square(), to.fourths, to.weight)
+
+
+def _power_of_two_near(size: Tensor) -> Tensor:
+    """Return the power of two next to a size, on its device; 1 if that is zero or not finite."""
+    power = torch.exp2(torch.log2(size).round())
+    return torch.where((power > 0) & power.isfinite(), power, 1.0)
+
+
+def _stays(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cuda"
+
+
+def _add_product(left: Tensor, right: Tensor, to: Tensor, factor: float) -> None:
+    """Add leftᵀ right times a factor, in the precision of the product."""
+    if left.dtype == to.dtype:
+        to.addmm_(left.T, right, alpha=factor)
+    else:
+        to.add_(left.T @ right, alpha=factor)
 
 
 def ranges(samples: int, step: int) -> Iterator[tuple[int, int]]:

@@ -253,9 +253,10 @@ class Forms(Stack):
 
     @torch.no_grad()
     def take(self, index: Tensor) -> Flat:
-        """Return the gradients of some samples, written out."""
-        chosen = [self.block(slice(n, n + 1), slice(None)) for n in index.tolist()]
-        written = torch.cat(chosen) if chosen else self.block(slice(0, 0), slice(None))
+        """Return the gradients of some samples, written out: those that follow each other together."""
+        runs = torch.tensor_split(index, (index.diff() != 1).nonzero().flatten().cpu() + 1)
+        pieces = [slice(int(run[0]), int(run[-1]) + 1) if len(run) else slice(0, 0) for run in runs]
+        written = torch.cat([self.block(piece, slice(None)) for piece in pieces])
         return Flat([written[:, c].reshape(-1, *self.shape) for c in range(self.classes)], self.shape)
 
 

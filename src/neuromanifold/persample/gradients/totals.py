@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import PowerSums
-from neuromanifold.persample.gradients.forms import Dense, Form, Product, Rows, ranges
-from neuromanifold.persample.gradients.routed import Routed, joined_rows
+from neuromanifold.persample.gradients.forms import Dense, Form, Product, ranges
+from neuromanifold.persample.gradients.rows import Routed, Rows, joined_rows
 
 
 @dataclass

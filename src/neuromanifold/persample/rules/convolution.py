@@ -48,6 +48,10 @@ class Convolution(Form):
 
     def __post_init__(self) -> None:
         self.samples, self.device = self.x.shape[0], self.x.device
+        self.slid, self.fixed = (self.g, self.x) if self.transposed else (self.x, self.g)
+        """What windows are taken of, [n, m, c, *space] (a transposed one's output), and what multiplies them."""
+        self.windows = Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
+        """The geometry of the windows, in the form that kernels take."""
 
     @override
     def select(self, rows: Tensor) -> Convolution:
@@ -61,14 +65,14 @@ class Convolution(Form):
 
     def magnitude(self) -> Tensor:
         """Return the root mean square that the gradients have if positions are uncorrelated."""
-        positions = (self.x if self.transposed else self.g)[0:1, :, 0].numel()
+        positions = self.fixed[0:1, :, 0].numel()
         size: Tensor = root_mean_square(self.x) * root_mean_square(self.g) * positions**0.5
         return size
 
     @property
     def _by_windows(self) -> bool:
         """Whether windows are written out: on a GPU, and where there are few, for which torch's kernel is slow."""
-        positions = (self.x if self.transposed else self.g).shape[3:].numel()
+        positions = self.fixed.shape[3:].numel()
         return self.groups == 1 and (self.device.type != "cpu" or positions <= _FEW)
 
     @override
@@ -90,25 +94,15 @@ class Convolution(Form):
 
     def add_squares(self, to: PowerSums) -> None:
         """Use a kernel, written-out windows, or torch's weight gradient; large weights on a CPU by blocks of rows."""
-        if dispatch.add_squares_of_convolution(*self.slid_and_fixed, to, self.windows):
+        if dispatch.add_squares_of_convolution(self.slid, self.fixed, to, self.windows):
             return
         if self._by_windows:
-            for start, stop in self._pieces_of_windows():
+            for start, stop in self.product_pieces():
                 self._product(start, stop).add_squares(to)
         elif self.shape.numel() <= row_limit(self.device) or self.groups > 1:
             super().add_squares(to)
         else:
             self._add_squares_by_rows(to)
-
-    @property
-    def slid_and_fixed(self) -> tuple[Tensor, Tensor]:
-        """What windows are taken of, [n, m, c, *space] (a transposed one's output), and what multiplies them."""
-        return (self.g, self.x) if self.transposed else (self.x, self.g)
-
-    @property
-    def windows(self) -> Windows:
-        """The geometry of the windows, in the form that kernels take."""
-        return Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
 
     def _add_squares_by_rows(self, to: PowerSums) -> None:
         dtype, rows = to.squares.dtype, max(1, row_limit(self.device) // self.shape[1:].numel())
@@ -154,8 +148,7 @@ class Convolution(Form):
 
     def _product(self, start: int, stop: int) -> Product:
         """Return the same gradients with windows written out; those of a transposed one are of its output."""
-        slid, fixed = self.slid_and_fixed
-        slid, fixed = slid[start:stop], fixed[start:stop]
+        slid, fixed = self.slid[start:stop], self.fixed[start:stop]
         n, m = slid.shape[:2]
         space = fixed.shape[3:]
         slid = _pad(slid.flatten(0, 1), self.padding)
@@ -180,7 +173,7 @@ class Convolution(Form):
         """Multiply the windows as a convolution with the columns of the matrix [c·k, m] as filters, on a CPU."""
         if self.groups > 1 or self.device.type != "cpu":
             return None
-        slid, fixed = (t[start:stop] for t in self.slid_and_fixed)
+        slid, fixed = self.slid[start:stop], self.fixed[start:stop]
         image = slid.flatten(0, 1).to(matrix.dtype)
         if image.ndim == 4:
             image = image.contiguous(memory_format=torch.channels_last)
@@ -195,10 +188,7 @@ class Convolution(Form):
 
     @override
     def product_pieces(self) -> Iterator[tuple[int, int]]:
-        return self._pieces_of_windows()
-
-    def _pieces_of_windows(self) -> Iterator[tuple[int, int]]:
-        one = self.slid_and_fixed[0][:1].numel() * self.shape[2:].numel()
+        one = self.slid[:1].numel() * self.shape[2:].numel()
         return ranges(self.samples, tile_size(self.device) // max(1, one))
 
 
@@ -216,7 +206,7 @@ def convolution(call: Call) -> dict[str, Form]:
         x, padding = _padded(module, x)
         options = (tuple(module.stride), padding, tuple(module.dilation), module.transposed, module.groups)
         weight = Convolution(x, g, module.weight.shape, *options)
-        dense = dispatch.depthwise_gradients(*weight.slid_and_fixed, weight.windows)
+        dense = dispatch.depthwise_gradients(weight.slid, weight.fixed, weight.windows)
         found["weight"] = weight if dense is None else Dense(dense.view(weight.samples, *weight.shape))
     if "bias" in call.wanted:
         found["bias"] = Dense.summed(g, (1, *range(3, g.ndim)))

@@ -24,10 +24,9 @@ from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import finite_number, integer_in_range, message, one_of, random_seed
 from neuromanifold.operators.jacobian import WithParameters
 from neuromanifold.operators.kronecker import KroneckerFisher
-from neuromanifold.problem.cotangents import batch_seed
+from neuromanifold.problem.cotangents import Likelihood, batch_seed
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.uses.laplace.covariance import output_covariances, unlabelled
 from neuromanifold.uses.laplace.curvature import Block, Curvature, curvature_of, shapes_of

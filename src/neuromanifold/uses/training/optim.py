@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import finite_number, message, promoted
-from neuromanifold.problem.validation import Likelihood
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.run.running import TrainingProbes, check_decay, check_graph, check_mask
 
 __all__ = ["FisherAdam", "FisherSGD"]

@@ -47,10 +47,6 @@ class KroneckerPreconditioner:
     def __init__(
         self, model: nn.Module, damping: float = 1e-2, every: int = 10, clip: float | None = 1.0, **options: Any
     ) -> None:
-        """`clip`: the largest length of what replaces the gradient, in the metric F + damping I; None for any length.
-
-        `options`: those of `nm.fisher_kronecker`; eigenvalues are those of the factors unless said otherwise.
-        """
         self.model = model
         self.damping = finite_number(damping, "damping", positive=True)
         self.every = integer_in_range(every, "every", 1, 10**9, "steps between two estimates of F")
@@ -65,8 +61,7 @@ class KroneckerPreconditioner:
         """Replace the gradients of all parameters of F, and return gᵀ (F + damping I)⁻¹ g before clipping.
 
         That is the squared length of the natural gradient, and the rate at which a small step along it lowers the loss.
-        `batch` is what an iterable of data
-        would yield: (inputs, labels), or inputs alone; labels are used by `nm.Empirical()` only.
+        `batch` is what data yield: (inputs, labels), or inputs alone; labels are used by `nm.Empirical()` only.
         """
         if self.fisher is None or self.steps % self.every == 0:
             self._options["seed"] += 1  # else a batch that comes again has the noise that it had

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message, promoted
 from neuromanifold.persample.backward import dense
+from neuromanifold.problem.cotangents import Likelihood
 from neuromanifold.problem.model import Selection, select_parameters
-from neuromanifold.problem.validation import Likelihood
 from neuromanifold.run.running import check_graph, check_mask
 
 _WITHOUT_DOUBLE_BACKWARD = (

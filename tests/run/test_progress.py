@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import neuromanifold as nm
-from neuromanifold.problem.progress import Reporter, RunProgress
+from neuromanifold.run.counts import Reporter
+from neuromanifold.run.settings import RunProgress
 
 
 def problem() -> tuple[nn.Module, list[torch.Tensor]]:
@@ -16,8 +17,8 @@ def problem() -> tuple[nn.Module, list[torch.Tensor]]:
 
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuromanifold.problem.progress._SECONDS", 0.0)
-    monkeypatch.setattr("neuromanifold.problem.progress._SHARE", 1e9)
+    monkeypatch.setattr("neuromanifold.run.counts._SECONDS", 0.0)
+    monkeypatch.setattr("neuromanifold.run.counts._SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("every_batch")

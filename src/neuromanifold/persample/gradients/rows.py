@@ -1,14 +1,15 @@
-"""Gradients of rows that the data send to matrices: tokens to experts, whose weights are stored as one [E, o, i].
+"""Gradients that belong to rows: of a table that are looked up, or that the data send to one of several matrices.
 
-For the rows r of a sample, each of which went through the matrix e_r, the gradient of matrix e is Σ left_r ⊗ right_r
-over those with e_r = e.  The rows of each matrix are put in the order of their samples; samples that have about as many
-rows there are one `Product`, padded with zeros.
+Tokens go to experts, whose weights are stored as one [E, o, i].  For the rows r of a sample, each of which went through
+the matrix e_r, the gradient of matrix e is Σ left_r ⊗ right_r over those with e_r = e.  The rows of each matrix are put
+in the order of their samples; samples that have about as many rows there are one `Product`, padded with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,74 @@ from typing_extensions import override
 from neuromanifold.core.checks import promoted
 from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.gradients.forms import Dense, Form, Product, root_mean_square
+
+
+@dataclass
+class Rows(Form):
+    """Σ_t g[n, t] into row ids[n, t] of a table [rows, d]."""
+
+    values: Tensor  #: [n, t, d]
+    ids: Tensor  #: [n, t]
+    rows: int
+    fourths_are_costly: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.samples, self.device = self.values.shape[0], self.values.device
+        self.shape = torch.Size((self.rows, self.values.shape[2]))
+
+    def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return whole tables for a few samples, zero in the rows that a sample does not look up."""
+        table = torch.zeros(stop - start, *self.shape, dtype=dtype, device=self.device)
+        ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
+        return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        if dim:
+            return Rows(self.values.narrow(2, start, length), self.ids, self.rows)
+        if not length:
+            return Dense(self.values.new_zeros(self.samples, 0, self.shape[1]))
+        own = (self.ids >= start) & (self.ids < start + length)
+        values = torch.where(own[..., None], self.values, 0.0)
+        return Rows(values, torch.where(own, self.ids - start, 0), length)
+
+    @override
+    def select(self, rows: Tensor) -> Rows:
+        return replace(self, values=self.values[rows], ids=self.ids[rows])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_n c_n g_n, added into the rows that are looked up."""
+        values = self.values.to(weights.dtype) * weights[:, None, None]
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=self.device)
+        return total.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
+
+    def magnitude(self) -> Tensor:
+        """Return the root mean square of the rows that are looked up, as if each were looked up once."""
+        return root_mean_square(self.values)
+
+    def add_squares(self, to: PowerSums) -> None:
+        """Sum each sample's gradients for a row, square the sum, and add it to that row alone."""
+        sums, rows, _ = self._touched(to.squares.dtype)
+        to.add_to_rows(rows, sums.mul_(to.factor).square_())
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """Return ‖g_n‖² from the rows that a sample looks up."""
+        sums, _, owners = self._touched(dtype)
+        return torch.zeros(self.samples, dtype=dtype, device=self.device).index_add_(0, owners, sums.square().sum(1))
+
+    def _touched(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return, for each pair of a sample and a row it looks up, the sum [pairs, d], the row, and the sample.
+
+        As many as there are positions, those at the end zero: counting them would wait for a GPU.
+        """
+        ids, order = self.ids.sort(1)
+        first = torch.ones_like(ids, dtype=torch.bool)  # whether no position before has looked up the same row
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        pair = torch.empty_like(ids).scatter_(1, order, (first.flatten().cumsum(0) - 1).view_as(ids)).flatten()  # [n·t]
+        values = self.values.flatten(0, 1).to(dtype)
+        samples = torch.arange(self.samples, device=self.device)[:, None].expand_as(ids)
+        rows, owners = (torch.zeros_like(pair).index_copy_(0, pair, one.flatten()) for one in (self.ids, samples))
+        return torch.zeros_like(values).index_add_(0, pair, values), rows, owners
 
 
 @dataclass
@@ -113,6 +182,9 @@ class Routed(Form):
 def of_samples(form: Form, owners: Tensor, samples: int) -> Form:
     """Return the gradients of samples from those of rows, given which sample owns each row."""
     if isinstance(form, Product) and form.left.ndim == 3:
+        if len(owners) == samples and torch.equal(owners.sort()[0], torch.arange(samples, device=owners.device)):
+            order = owners.argsort()  # samples that were put in another order
+            return replace(form, left=form.left[order], right=form.right[order])
         owners = owners.repeat_interleave(form.left.shape[1])
         left, right = form.left.flatten(0, 1), form.right.flatten(0, 1)
         return Routed(left, right, owners, torch.zeros_like(owners), samples, form.shape, form.turned)
