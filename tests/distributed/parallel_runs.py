@@ -225,6 +225,10 @@ def kinds(_: int) -> None:
     found = nm.fisher_diagonal(parallel(network(), layers()), runs.batches(40), rtol=0.2)
     compare(found.gathered(), nm.fisher_diagonal(network(), runs.batches(40), distributed=False, rtol=0.2))
     assert 0 < found.provenance.batches < 40
+    trace = nm.fisher_trace(parallel(network(), layers()), runs.batches(40), rtol=0.2)
+    of_one = nm.fisher_trace(network(), runs.batches(40), rtol=0.2, distributed=False)
+    assert 0 < trace.count == of_one.count < 600
+    assert trace.value == pytest.approx(of_one.value, rel=1e-6)
 
 
 def language(rank: int, folder: Path, names: list[str], options: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def test_layers_by_columns_and_rows(world: int) -> None:
 @pytest.mark.parametrize(
     ("world", "several", "number"),
     [
-        (2, [{}, {"estimator": nm.Empirical()}], 2),
+        (2, [{}, {"estimator": nm.Empirical()}, {"estimator": nm.SquaredBatchGradient()}], 2),
         (2, [{"estimator": nm.Exact()}], 1),
         pytest.param(4, [*RANDOM, *EXACT], 3, marks=pytest.mark.slow),
     ],
@@ -88,7 +88,7 @@ def test_results_are_saved_by_all(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("worlds", [(2, 2), pytest.param((4, 2), marks=pytest.mark.slow)], ids=str)
 def test_checkpoints_are_resumed(worlds: tuple[int, int], tmp_path: Path) -> None:
-    """By any number of processes, and by FSDP2."""
+    """By any number of processes."""
     for trace in (False, True):
         found = outcomes(worlds[0], parallel_runs.checkpointed, tmp_path, 6, 3, trace)
         assert found[-1] == (False, "BrokenError: no batch 3")

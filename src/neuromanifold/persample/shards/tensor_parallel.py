@@ -173,9 +173,12 @@ class OwnSums:
 
 
 def on_this_process(tensor: Any) -> Tensor:
-    """Return a DTensor as this process computes with it: all of it, or its part of the last dimension, the features."""
+    """Return a DTensor as this process computes with it: all of it, or its part of the last dimension, the features.
+
+    What a collective is still under way for is waited for: a kernel takes its memory.
+    """
     if not is_distributed(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor.trigger_wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor  # type: ignore[no-any-return]
     (placement,), last = tensor.placements, tensor.ndim - 1
     here: Tensor = tensor.to_local() if placement.is_replicate() or placement.is_shard(last) else tensor.full_tensor()
     return here

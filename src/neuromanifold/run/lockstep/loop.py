@@ -1,4 +1,4 @@
-"""The loop over data for a model in FSDP2, whose parameters are divided among processes: all of them go in step.
+"""The loop over data for a model whose parameters are divided among processes: all of them go in step.
 
 while any process has a batch:
     batch = the next one of this process, or one again whose cotangents are zero
@@ -7,7 +7,8 @@ while any process has a batch:
     while any process has a cotangent:
         sums.add(gradients of u)                            a layer at a time, added up over processes
 
-A forward or backward pass gathers parameters from all processes, so each must come to as many passes as the others.
+A pass of a model in FSDP2 gathers parameters from all processes, and one of a tensor-parallel model adds up what they
+have computed, so each must come to as many passes as the others.  In tensor parallelism all do the same batches.
 What depends on a process's batch alone (whether to verify, how many passes) is decided by all of them together.
 """
 
@@ -105,6 +106,7 @@ def run_sharded(
         mine.chain.compare(processes, not stopped)
     counts.note(method)
     counts = Counts.total(shards.of_replicas(processes.gather("counts", counts.shared(stopped, mine.first))))
+    counts.processes = processes.world
     if isinstance(sums, TraceSums):
         processes.reduce(sums)
     if not counts.samples:
@@ -124,14 +126,18 @@ def _interrupted(asked: Sequence[bool], processes: Processes, counts: Counts, op
 
 
 def _check(settings: Settings, options: LoopOptions) -> None:
-    """Refuse what is not there for models in FSDP2."""
+    """Refuse what is not there for models in FSDP2 or tensor parallelism."""
     refused = {
         "passes": isinstance(settings.estimator, Adaptive),
         "distributed": options.distributed is False,
     }
     for argument, given in refused.items():
         if given:
-            raise ValueError(message(argument, "left out for a model in FSDP2 (fully_shard)", "one that is set"))
+            raise ValueError(
+                message(
+                    argument, "left out for a model whose parameters are divided among processes", "one that is set"
+                )
+            )
 
 
 def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients of a model in FSDP2: as many passes on each process as the one with most of them needs."""
+"""Per-sample gradients of a model in parts: as many passes on each process as the one with most of them needs."""
 
 from __future__ import annotations
 
