@@ -1,5 +1,6 @@
 """`torchrun -m neuromanifold estimate`: the file of one process, written and printed once."""
 
+import atexit
 import os
 import re
 import socket
@@ -124,6 +125,23 @@ def test_other_commands_run_on_one_process() -> None:
     done = torchrun("forecast", "-m", f"{__name__}:model", "-d", f"{__name__}:data")
     assert done.returncode
     assert "Error: `command` must be estimate with several processes, got forecast. Run it without" in done.stderr
+
+
+@pytest.mark.parametrize(("ended", "code"), [(None, 0), (3, 3), ("a message", 1)])
+def test_one_of_several_processes_ends_without_the_interpreter(ended: object, code: int) -> None:
+    """Whose end threads of a process group may not survive; what is registered for it is done."""
+    from neuromanifold.cli.launched import end
+
+    def leave() -> None:
+        atexit.register(print, "handlers")
+        print("begun")
+        try:
+            end(ended)
+        finally:
+            print("torn down")
+
+    done = forked.run(leave)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "begun\nhandlers\n", "")
 
 
 def test_gpus_and_processes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

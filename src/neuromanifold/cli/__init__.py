@@ -13,4 +13,11 @@ def main() -> None:
         if error.name not in {"typer", "rich"}:
             raise
         sys.exit("The command line needs typer and rich: pip install 'neuromanifold[cli,plots]'.")
-    app()
+    from neuromanifold.cli.launched import end, world_size
+
+    try:
+        app()
+    except SystemExit as ended:
+        if world_size() > 1:
+            end(ended.code)
+        raise

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,19 @@ def world_size() -> int:
 def this_rank() -> int:
     """Return which of them this process is."""
     return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
+def end(code: object) -> NoReturn:
+    """End this process as `sys.exit` does, but for the interpreter's own end.
+
+    Threads of a process group may still drop tensors of its last collectives, for which they need the interpreter.
+    Once that ends, they abort ("terminate called without an active exception", pytorch/pytorch#190489).  Destroying
+    the group ends its threads, unless something holds it, as all models in FSDP2 do.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 @contextmanager

@@ -73,21 +73,43 @@ class SomeSamples(NamedTuple):
     samples: int  # of the batch
     rows: Tensor
 
+    def taken(self, batch_dim: int = 0) -> Taken:
+        """Cut them out of their batch."""
+        dims = [dim for _, dim in _tensors_and_dims(self.batch, self.samples, batch_dim)]
+        return Taken(self.batch.cut(self.samples, self.rows, batch_dim), dims)
 
-def gather(parts: list[SomeSamples], batch_dim: int = 0) -> Batch:
+
+class Taken(NamedTuple):
+    """Samples that were cut out of a batch."""
+
+    batch: Batch
+    dims: list[int | None]  # which holds the samples, for each tensor; where there are few, it could not be found again
+
+    def only(self, rows: Tensor) -> Batch:
+        """Some of these samples."""
+        dims = iter(self.dims)
+
+        def slice_of(tensor: Tensor) -> Tensor:
+            dim = next(dims)
+            return tensor if dim is None else _slice(tensor, dim, rows)
+
+        args, kwargs, labels = map_tensors(slice_of, _contents(self.batch))
+        return Batch(args, kwargs, labels, self.batch.number)
+
+
+def gather(parts: list[Taken]) -> Batch:
     """Join samples of batches of the same kind; tensors in which samples cannot be found are those of the first."""
-    cuts = [part.batch.cut(part.samples, part.rows, batch_dim) for part in parts]
-    if len(cuts) == 1:
-        return cuts[0]
-    own = [_tensors_and_dims(part.batch, part.samples, batch_dim) for part in parts]
-    found = iter(zip(zip(*(tensors_in(_contents(cut)) for cut in cuts), strict=True), own[0], strict=True))
+    first, dims = parts[0]
+    if len(parts) == 1:
+        return first
+    found = iter(zip(zip(*(tensors_in(_contents(part.batch)) for part in parts), strict=True), dims, strict=True))
 
     def join(_: Tensor) -> Tensor:
-        tensors, (_, dim) = next(found)
+        tensors, dim = next(found)
         return tensors[0] if dim is None else torch.cat(tensors, dim)
 
-    args, kwargs, labels = map_tensors(join, _contents(cuts[0]))
-    return Batch(args, kwargs, labels, cuts[0].number)
+    args, kwargs, labels = map_tensors(join, _contents(first))
+    return Batch(args, kwargs, labels, first.number)
 
 
 def same_kind(batch: Batch, samples: int, batch_dim: int = 0) -> object:

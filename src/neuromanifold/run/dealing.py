@@ -119,7 +119,9 @@ class Window(NamedTuple):
 class DealtWindows:
     """The windows of this process.  Batches of others are read, too: all have to be what they were."""
 
-    def __init__(self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun) -> None:
+    def __init__(
+        self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun | None
+    ) -> None:
         self._items, self._dealing, self._processes, self._saved = items, dealing, processes, saved
         self._chain = Chain(2 * dealing.window * dealing.world)
         self.end = 0
@@ -129,8 +131,8 @@ class DealtWindows:
 
     def __iter__(self) -> Iterator[Window]:
         """Go through the data."""
-        size, place, resumed = self._dealing.window, 0, self._saved.ends_at > 0
-        chained = self._saved.is_kept or self._dealing.compares
+        size, place, saved = self._dealing.window, 0, self._saved
+        chained = saved is not None or self._dealing.compares
         while window := list(islice(self._items, size)):
             if not place:
                 self.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
@@ -140,14 +142,15 @@ class DealtWindows:
                 if chained:
                     self._extend_chain(numbered)
                 if self._dealing.is_mine(place):
-                    if resumed:
-                        numbered = [one for one in numbered if not self._saved.was_done(one[0])]
+                    if saved is not None:
+                        numbered = [one for one in numbered if not saved.was_done(one[0])]
                     yield Window(place, self.end, numbered)
             place += 1
 
     def note_done(self, window: Window) -> None:
         """Take note of a window that has been added to the sums."""
-        self._saved.note_done([number for number, _ in window.items], self._chain.value)
+        if self._saved is not None:
+            self._saved.note_done([number for number, _ in window.items], self._chain.value)
 
     def compare(self, ended: bool) -> None:
         """Raise an error if the processes had different batches; `ended`: this one has had all of its data."""
@@ -157,7 +160,9 @@ class DealtWindows:
     def _extend_chain(self, numbered: list[tuple[int, object]]) -> None:
         for number, item in numbered:
             begins = not self._chain.value
-            self._saved.compare(number, self._chain.extend(number, item), begins)
+            value = self._chain.extend(number, item)
+            if self._saved is not None:
+                self._saved.compare(number, value, begins)
 
 
 _SAME = "the same batches in the same order on all processes"

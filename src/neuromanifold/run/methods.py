@@ -20,7 +20,7 @@ from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, 
 from neuromanifold.persample.engine import Again, PerSampleGradients
 from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents, weighted
+from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.unchanged import CarriedState, model_states
@@ -75,20 +75,17 @@ class Method(ABC):
         """Set the generator to the noise of batch `number`."""
         self.generator.manual_seed(batch_seed(self.settings.seed, number))
 
-    def backward(
-        self,
-        outputs: Outputs,
-        sums: GradientSums,
-        estimator: Estimator | None = None,
-        keep: Tensor | None = None,
-        mean_keep: float = 1.0,
-    ) -> None:
-        """Send all cotangents of an estimator back, and accumulate the squares of their gradients.
+    def cotangents(self, outputs: Outputs, estimator: Estimator | None = None) -> Iterator[Cotangent]:
+        """Draw all cotangents of an estimator; without one, of that of the run."""
+        return cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
 
-        `keep`: the probabilities [B] with which samples were kept; their cotangents are then `weighted`.
-        """
-        drawn = cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
-        self._add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep), sums)
+    def backward(self, outputs: Outputs, sums: GradientSums, estimator: Estimator | None = None) -> None:
+        """Send all cotangents of an estimator back, and accumulate the squares of their gradients."""
+        self.send(outputs, self.cotangents(outputs, estimator), sums)
+
+    def send(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+        """Send cotangents back, and accumulate the squares of their gradients."""
+        self._add(outputs, drawn, sums)
         sums.end_batch()
 
     def end_batch(self, batch: Batch) -> None:
@@ -328,8 +325,8 @@ class PerSample(Method):
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._remaining_per_batch and remaining:
                 sums.add(gradients, made_by)
-            for single in by_sample(values) if one_by_one else ():
-                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_one_sample)
+            for n, single in enumerate(by_sample(values) if one_by_one else ()):
+                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_sample(n))
                 self.passes += 1
             sums.end_pass()
             self.passes += 1
@@ -340,7 +337,7 @@ class PerSample(Method):
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
-        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights)
+        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights, cotangent.apart)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

@@ -72,10 +72,10 @@ class TraceSums(SharedSums):
         if len(norms) > 1 and all(one.independent for one in self._made_by):
             self.samples_variance += len(norms) * float(norms.var(0).sum())
         else:
-            factors = torch.tensor(
-                [one.noise_factors.sample for one in self._made_by], dtype=norms.dtype, device=norms.device
-            )
-            self.samples_variance += float((factors[:, None] * norms.square()).sum())
+            for one, squares in zip(self._made_by, norms.square(), strict=True):
+                c = one.noise_factors.sample
+                factors = c if one.apart is None else one.apart.factors(c, squares)
+                self.samples_variance += float((factors * squares).sum())
 
     def total_and_standard_error(self) -> tuple[float, float]:
         """Return Σ ‖g‖² over passes of whole batches and over samples, and its standard error from the run itself.
