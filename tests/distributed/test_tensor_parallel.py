@@ -93,6 +93,7 @@ def test_checkpoints_are_resumed(worlds: tuple[int, int], tmp_path: Path) -> Non
     for trace in (False, True):
         found = outcomes(worlds[0], parallel_runs.checkpointed, tmp_path, 6, 3, trace)
         assert found[-1] == (False, "BrokenError: no batch 3")
+        assert f"Rank {worlds[0] - 1} of {worlds[0]} has failed" in found[0][1] or "died" in found[0][1]
         assert nm.Checkpoint(tmp_path / "state").files() == {0: tmp_path / "state.index.json"}
         last = values(worlds[1], parallel_runs.checkpointed, tmp_path, 6, -1, trace)[-1]
         nm.Checkpoint(tmp_path / "state").remove()

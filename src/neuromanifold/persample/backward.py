@@ -177,13 +177,14 @@ class PerSampleBackward:
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
-        by_token, g = use.key in self._tokens, on_this_process(g)
+        by_token, g = use.key in self._tokens, on_this_process(g) if self._hooks.divided else g
         if observer is not None:
             forms = self._observed(use, g, layout, observer)
         else:
             if self._late is not None and use.key in self.plan.unverified:
                 self._late.logical_or_((g != 0).any().to(self._late.device))
-            forms = self._own_parts(use.forms(g, self.uses.samples, layout, tokens=by_token))
+            forms = use.forms(g, self.uses.samples, layout, tokens=by_token)
+            forms = self._own_parts(forms) if self._hooks.divided else forms
         if by_token:
             made_by = made_by.of_tokens
         for i, form in forms.items():
@@ -200,7 +201,8 @@ class PerSampleBackward:
         """Return the gradients of a use; none if the rule does not apply."""
         observer.captured(use, g)
         try:
-            return self._own_parts(use.forms(g, self.uses.samples, layout, validating=True))
+            forms = use.forms(g, self.uses.samples, layout, validating=True)
+            return self._own_parts(forms) if self._hooks.divided else forms
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of any kind: a rule may fail on inputs that it was not written for
@@ -208,7 +210,7 @@ class PerSampleBackward:
             return {}
 
     def _own_parts(self, forms: dict[int, Form]) -> dict[int, Form]:
-        """Return the gradients of what this process has of the parameters: all of it, but in tensor parallelism."""
+        """Return the gradients of what this process has of the parameters."""
         return {i: own_part(form, self.parameters[i]) for i, form in forms.items()}
 
     @torch.no_grad()

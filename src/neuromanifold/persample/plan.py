@@ -63,7 +63,8 @@ class Use:
                 assert self.owners is not None
                 return {i: site.form(g, samples, self.owners)}
             return {i: site.form(g, samples, layout)}
-        capture, x = self.capture, on_this_process(self.capture.x)
+        capture, x = self.capture, self.capture.x
+        x = x if type(x) is Tensor else on_this_process(x)
         if layout.shared:
             x = x.expand(samples, *x.shape)
         else:

@@ -131,7 +131,8 @@ class TensorParallel(Shards):
             size = float(torch.linalg.vector_norm(logits.detach()))
             alike = not any_process(self, "others", difference > _ALIKE.get(logits.dtype, 5e-2) * size)
         if not alike:
-            advice = "Make the last layer's output whole: ColwiseParallel(output_layouts=Replicate())."
+            advice = "Make the last layer's output whole (ColwiseParallel(output_layouts=Replicate())), and give all "
+            advice += "processes the same data."
             raise ValueError(message("logits", "the same on all processes", "different ones", advice))
 
     @override
