@@ -325,14 +325,15 @@ def rounded(rank: int) -> None:
         assert torch.equal(own, mine) == (rank == 0)
 
 
-def refused(_: int) -> list[str]:
+def refused(rank: int) -> list[str]:
     """Arguments and models that are refused with a message that names them."""
     model, block_of = parallel(network(), layers()), {**divided(), "head": ColwiseParallel()}
     world = dist.get_world_size()
     grid, flat = init_device_mesh("cpu", (1, world)), uneven()
     flat[0].weight = nn.Parameter(distribute_tensor(flat[0].weight.data, grid, [Replicate(), Shard(0)]))
     norm = nn.Sequential(nn.Linear(6, 8 * world), nn.LayerNorm(8), nn.Linear(8 * world, 5))
-    sampler, unlabelled = runs.loader(_, 32, world), [x for x, _ in ids(2)]
+    sampler, unlabelled = runs.loader(rank, 32, world), [x for x, _ in ids(2)]
+    other = runs.batches(3)[1 + rank :][:1]
     rows: dict[str, Any] = {"error_bars": "rows"}
     functions: list[Any] = [nm.fisher_operator, nm.fisher_kronecker, lambda model, _: nm.RunningFisher(model)]
     cases: list[tuple[str, Callable[[], Any]]] = [
@@ -344,6 +345,8 @@ def refused(_: int) -> list[str]:
         ("in float16", lambda: nm.fisher_diagonal(parallel(network().half(), layers()), runs.batches(2))),
         (f"on a mesh of 1x{world} for {world}", lambda: nm.fisher_diagonal(flat, runs.batches(2))),
         ("`logits` must be the same", lambda: nm.fisher_diagonal(parallel(block(), block_of), unlabelled)),
+        ("`data` must be the same batches", lambda: nm.fisher_diagonal(model, runs.batches(2 + rank))),
+        ("`data` must be the same batches", lambda: nm.fisher_diagonal(model, [*runs.batches(1), *other])),
         ("`logits` must be the same", lambda: nm.fisher_diagonal(Rounded(True), runs.batches(2))),
         (
             "others for '1.weight', '1.bias'",

@@ -72,8 +72,10 @@ def run_sharded(
     with method.attached(), interrupts.noted(), processes.losses_named():
         while not stopped:
             entry = mine.following()
-            flags = [entry is not None, method.engine.came_late, saved.is_due, interrupts.asked]
-            there, late, due, asked = zip(*in_step.gather("round", flags), strict=True)
+            flags = [entry is not None, method.engine.came_late, saved.is_due, interrupts.asked, mine.chain.value]
+            there, late, due, asked, chains = zip(*in_step.gather("round", flags), strict=True)
+            if shards.one_replica and len({*chains}) > 1:  # batches of other sizes cannot meet in a layer
+                mine.chain.compare(processes, ended=True)
             if any(due) or any(asked) or not any(there):
                 saved.write(*mine.chain.end)
             if any(asked):
