@@ -189,6 +189,13 @@ def broken_in_all(_: int, path: Path, at: int, number: int) -> None:
     nm.fisher_diagonal(network(), failing_data(batches(number), at), checkpoint=checkpoint)
 
 
+def wrong_in_one(rank: int) -> None:
+    """Rank 0 finds a wrong number, and rank 1 goes on to the next run."""
+    nm.fisher_diagonal(network(), batches(2))
+    assert rank, "a wrong number"
+    nm.fisher_diagonal(network(), batches(2))
+
+
 def resumed(rank: int, path: Path, number: int, options: dict[str, Any]) -> None:
     checkpoint = nm.Checkpoint(path / "state", every=0)
     fim = nm.fisher_diagonal(network(), batches(number), checkpoint=checkpoint, **options)

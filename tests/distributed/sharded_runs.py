@@ -46,6 +46,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), inner, nn.Tanh(), nn.Linear(7, 5))
 
 
+def confident() -> nn.Sequential:
+    """Few of its samples carry most of F."""
+    model: Any = network()
+    with torch.no_grad():
+        model[4].weight.mul_(25)
+    return model  # type: ignore[no-any-return]
+
+
 class Scaled(nn.Module):
     """Uses of parameters that no rule covers."""
 
@@ -68,6 +76,57 @@ class Squared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale.square()
+
+
+def adaptive(rank: int, number: int, costs: list[float]) -> None:
+    """Windows with other strategies, and other numbers of groups and passes, on each process; the last one is short."""
+    data = runs.batches(number)
+    for cost in costs:
+        options: dict[str, Any] = {"estimator": nm.Adaptive(cost, window=3)}
+        equal(rank, confident, middle, data, options)
+        model = confident()
+        shard(model, middle(model))
+        trace = nm.fisher_trace(model, data, **options)
+        whole = nm.fisher_trace(confident(), data, distributed=False, **options)
+        assert trace.value == pytest.approx(whole.value, rel=1e-6)
+        assert trace.stderr == pytest.approx(whole.stderr, rel=1e-6)
+
+
+def adaptive_otherwise(rank: int) -> None:
+    """Sequences, samples that cannot be regrouped, error bars of rows, and a tolerance."""
+    few: dict[str, Any] = {"estimator": nm.Adaptive(0.6, window=2)}
+    equal(rank, partial(llama, num_hidden_layers=2), layers, sequences(), few)
+    single = [(x[:1], y[:1]) for x, y in runs.batches(5)]
+    equal(rank, confident, middle, single, {"estimator": nm.Adaptive(1.5, window=2)})
+    several: dict[str, Any] = {"estimator": nm.Adaptive(1.5, window=2)}
+    equal(rank, confident, middle, runs.batches(5), several | {"error_bars": "rows"})
+    model = confident()
+    shard(model, middle(model))
+    found = nm.fisher_diagonal(model, runs.batches(60), rtol=0.3, **several)
+    batches = found.provenance.batches
+    assert 1 < batches < 60
+    assert "relative standard error" in found.provenance.stopped
+    whole = nm.fisher_diagonal(confident(), runs.batches(60)[:batches], distributed=False, **several)
+    compare(found.gathered(), whole)
+
+
+def broken_when_alone(_: int) -> str:
+    """Rank 1 fails on the few samples with which it is asked whether samples influence each other: no one waits."""
+
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() == 1 and len(x) < 5:
+                raise BrokenError("too few samples")
+            return x
+
+    model = confident()
+    model.insert(2, Picky())
+    shard(model, [model[3]])
+    try:
+        nm.fisher_diagonal(model, runs.batches(5, size=8), nm.Adaptive(1.5, window=2))
+    except (BrokenError, processes.ProcessError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def freed(_: int) -> None:
@@ -112,6 +171,7 @@ def compare(
     assert ours.granularity == theirs.granularity
     assert ours.weights == theirs.weights
     if same_run:
+        assert (ours.left_out, ours.draws) == (theirs.left_out, theirs.draws)
         assert ours.noise_ratio == pytest.approx(theirs.noise_ratio)
         assert ours.data_fingerprints == theirs.data_fingerprints
 
@@ -129,6 +189,7 @@ def equal(
     local = [t.to_local().shape for t in found.sums.values()]
     assert local == [p.to_local().shape for p in model.parameters() if p.requires_grad]
     compare(found.gathered(), expected, **more)
+    assert found.provenance.passes == expected.provenance.passes
     assert all(torch.equal(p.to_local(), before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
@@ -368,7 +429,6 @@ def refused(_: int) -> list[str]:
     fully_shard(both, mesh=mesh["data"])
     fully_shard(partly[2], mesh=mesh["tensor"])
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("passes", model, {"passes": 1.5}),
         ("distributed", model, {"distributed": False}),
         ("tensor parallel", both, {}),
         ("whole on each", partly, {}),
@@ -448,7 +508,7 @@ def checkpointed(rank: int, folder: Path, number: int, at: int, options: dict[st
                 raise BrokenError(f"no batch {i}")
             yield batch
 
-    model = network()
+    model = confident() if "estimator" in options else network()
     shard(model, middle(model))
     checkpoint = nm.Checkpoint(folder / "state", every=0)
     found = nm.fisher_diagonal(model, data(), checkpoint=checkpoint, **options)

@@ -20,6 +20,13 @@ def expected(number: int = NUMBER, **options: Any) -> nm.DiagonalFisher:
     return nm.fisher_diagonal(runs.network(), runs.batches(number), **options)
 
 
+def test_a_failure_between_two_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong number that one process sees ends a test at once, though the others wait for it to begin the next run."""
+    monkeypatch.setattr("tests.distributed.launch.GRACE", 0.2)
+    with pytest.raises(AssertionError, match="a wrong number"):
+        values(2, runs.wrong_in_one)
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_in_one_process_ends_the_others_and_names_it(who: int, tmp_path: Path) -> None:
     """Soon, although they have hundreds of batches before them; what all have done is in their checkpoints."""

@@ -47,6 +47,30 @@ def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one() -> None:
     values(2, sharded_runs.estimators, 3, True, [{}, *others])
 
 
+@pytest.mark.parametrize(
+    ("world", "number", "costs"),
+    [
+        (2, 7, [1.5]),
+        pytest.param(2, 17, [0.5, 1.0, 1.5, 2.5], marks=pytest.mark.slow),
+        *(pytest.param(world, 17, [0.5, 1.5], marks=pytest.mark.slow) for world in (3, 4)),
+    ],
+    ids=str,
+)
+def test_adaptive_passes(world: int, number: int, costs: list[float]) -> None:
+    values(world, sharded_runs.adaptive, number, costs)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_adaptive_passes_of_other_kinds(world: int) -> None:
+    values(world, sharded_runs.adaptive_otherwise)
+
+
+def test_an_error_that_is_caught_ends_the_run_all_the_same() -> None:
+    first, second = values(2, sharded_runs.broken_when_alone)
+    assert second == "BrokenError: too few samples"
+    assert first.startswith("ProcessError: ")
+
+
 def test_functions_of_parameters_that_are_freed_until_the_backward_pass() -> None:
     values(2, sharded_runs.freed)
 
@@ -105,7 +129,7 @@ def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:
 
 def test_what_cannot_be_done_is_refused() -> None:
     for found in values(2, sharded_runs.refused):
-        assert found == ["passes", "distributed", "tensor parallel", "whole on each"]
+        assert found == ["distributed", "tensor parallel", "whole on each"]
 
 
 def test_an_error_on_one_process_ends_the_other() -> None:
@@ -140,6 +164,17 @@ def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, .
     assert found.provenance.passes == expected.provenance.passes
     nm.Checkpoint(tmp_path / "state").remove()
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith("state")]
+
+
+def test_windows_of_adaptive_passes_are_resumed_by_another_number_of_processes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"estimator": nm.Adaptive(1.5, window=2)}
+    found = outcomes(3, sharded_runs.checkpointed, tmp_path, 11, 8, options)
+    assert found[-1] == (False, "BrokenError: no batch 8")
+    values(2, sharded_runs.checkpointed, tmp_path, 11, -1, options)
+    expected = nm.fisher_diagonal(sharded_runs.confident(), runs.batches(11), **options)
+    found = nm.load(tmp_path / "fim.safetensors")
+    sharded_runs.compare(found, expected)
+    assert found.provenance.passes == expected.provenance.passes
 
 
 def test_ctrl_c_in_one_process_ends_all_of_them(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ class Hooks:
         for module in model.modules():
             if (owner := _hooked(len(self.modules), module, numbers, parameters)) is not None:
                 self.modules.append(owner)
-        self.divided = any(map(is_distributed, model.parameters()))
-        """Whether processes compute with parts of layers (tensor parallelism): inputs and gradients may be DTensors."""
+        self.in_parts = any(map(is_distributed, model.parameters()))
+        """Whether what is captured may be a part of a tensor, as in tensor parallelism."""
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self.captures: list[Capture] = []
         self.root = torch.empty(0, requires_grad=True)

@@ -25,7 +25,7 @@ from neuromanifold.persample.graph import BroadcastSite, Graph, Site, broadcast_
 from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.places import ROWS, SHARED, UNKNOWN, Layout, Place, owners, stacked
 from neuromanifold.persample.rules import Call, NotApplicableError
-from neuromanifold.persample.shards import is_distributed, on_this_process
+from neuromanifold.persample.shards import is_distributed
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")
@@ -64,7 +64,6 @@ class Use:
                 return {i: site.form(g, samples, self.owners)}
             return {i: site.form(g, samples, layout)}
         capture, x = self.capture, self.capture.x
-        x = x if type(x) is Tensor else on_this_process(x)
         if layout.shared:
             x = x.expand(samples, *x.shape)
         else:

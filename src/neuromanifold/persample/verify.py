@@ -25,7 +25,7 @@ from neuromanifold.persample.gradients import Dense, Form, root_mean_square
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.places import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
-from neuromanifold.persample.shards import Shards, any_process, on_this_process, union_of_processes
+from neuromanifold.persample.shards import Shards, any_process, union_of_processes
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
@@ -149,7 +149,7 @@ class _Observations:
     @torch.no_grad()
     def captured(self, use: Use, g: Tensor) -> None:
         """Note size and precision of the gradient at a use."""
-        x = use.sites[0].partner if use.capture is None else on_this_process(use.capture.x)
+        x = use.sites[0].partner if use.capture is None else use.capture.x
         scaled = x is not None and x.is_floating_point() and x.layout == torch.strided
         self._unread.append((use, _norm(g), root_mean_square(x.detach()) if x is not None and scaled else None))
         self._lower_precision(g)

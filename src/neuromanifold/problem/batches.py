@@ -7,11 +7,12 @@ tensor                 model(tensor)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from neuromanifold.core.checks import message
 
 T = TypeVar("T")
+_DTYPE = attrgetter("dtype")
 _SMALL = 64  # numbers of a tensor that are compared
 
 
@@ -41,12 +43,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Move all tensors, and all objects that have a `to` of their own, to a device."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
-            return value.to(device) if _moves_itself(value) else map_tensors(move, value, _moves_itself)
-
+        move = partial(_moved, device=device)
         kwargs = {key: move(value) for key, value in self.kwargs.items()} if self.kwargs else {}
         labels = None if self.labels is None else move(self.labels)
         return Batch(tuple(map(move, self.args)), kwargs, labels, self.number)
@@ -160,6 +157,14 @@ def _is_object(value: object) -> bool:
     return not any(isinstance(entry, nn.Module) for entry in vars(value).values())
 
 
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if _moves_itself(value):
+        return value.to(device)
+    return map_tensors(partial(_moved, device=device), value, _moves_itself)
+
+
 def _moves_itself(value: object) -> bool:
     """Whether this is a PackedSequence, a BatchEncoding, a graph, ..."""
     return not isinstance(value, (Tensor, nn.Module)) and callable(getattr(value, "to", None))
@@ -256,3 +261,9 @@ def model_device(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def dtypes_in_use(parameters: Iterable[Tensor], device: torch.device) -> set[torch.dtype]:
+    """The dtypes that a model computes in: those of its parameters, and that of autocast where it is on."""
+    autocast = {torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set()
+    return {*map(_DTYPE, parameters), *autocast}

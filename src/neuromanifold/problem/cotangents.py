@@ -83,7 +83,7 @@ class LateValidation:
         """The core of these outputs, of batch `number`; on a GPU, whether labels are classes is read later."""
         core = self.unchecked(rows, number)
         if core is None:
-            return _named(number, lambda: self.likelihood(rows))
+            return self._named(rows, number)
         extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
         self.check_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
@@ -92,7 +92,17 @@ class LateValidation:
         """The core where the search can be left for later, by `check_later`; None where it cannot."""
         if outputs.device.type == "cpu" or self.likelihood not in (Categorical, Bernoulli, Gaussian):
             return None
-        return _named(number, lambda: self.likelihood(outputs, validate=False))  # type: ignore[call-arg]
+        return self._named(outputs, number, validate=False)
+
+    def _named(self, outputs: Tensor, number: int, **options: bool) -> Core:
+        """Make a core; an error begins with the batch's number."""
+        try:
+            core = self.likelihood(outputs, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Batch {number} of `data`: {error}") from error
+        if not isinstance(core, Core):
+            raise TypeError(message("likelihood", "a function from outputs to a core", f"one to {type(core).__name__}"))
+        return core
 
     @contextmanager
     def postponed(self) -> Iterator[list[Found]]:
@@ -164,17 +174,6 @@ def _raise_if_bad(batch: tuple[_Answer, Found, int] | None) -> None:
     advice = f"{int(bad.sum())} of {bad.numel()} rows are affected; look for overflow in half precision or a bad input."
     expected = "free of NaN and +inf, with a possible class in each row"
     raise ValueError(where + message("logits", expected, got, advice))
-
-
-def _named(number: int, make: Callable[[], Core]) -> Core:
-    """Put the batch's number in front of an error."""
-    try:
-        core = make()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Batch {number} of `data`: {error}") from error
-    if not isinstance(core, Core):
-        raise TypeError(message("likelihood", "a function from outputs to a core", f"one to {type(core).__name__}"))
-    return core
 
 
 class Cotangent(NamedTuple):

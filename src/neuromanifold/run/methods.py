@@ -16,10 +16,10 @@ from typing_extensions import override
 from neuromanifold.core.checks import warn
 from neuromanifold.estimators import Adaptive, Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
-from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
+from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward
 from neuromanifold.persample.engine import Again, PerSampleGradients
 from neuromanifold.persample.shards import Shards
-from neuromanifold.problem.batches import Batch
+from neuromanifold.problem.batches import Batch, dtypes_in_use
 from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
@@ -140,7 +140,7 @@ class PerBatch(Method):
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
         super().__init__(problem, settings)
-        half = involves_half(problem.model.parameters(), problem.device)
+        half = torch.float16 in dtypes_in_use(problem.model.parameters(), problem.device)
         self._backward = BatchBackward(list(problem.parameters.values()), half)
 
     @override
@@ -188,7 +188,7 @@ class PerSample(Method):
         tokens = tokens and granularity == "auto" and _independent_tokens(estimator)
         parameters = problem.parameters
         self.engine = PerSampleGradients(problem.model, parameters, problem.batch_dim, tokens=tokens, shards=shards)
-        self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
+        self._scale = HalfPrecisionScale(torch.float16 in dtypes_in_use(problem.model.parameters(), problem.device))
         # Exact columns have no random signs: in the square of their sum over positions, cross terms would not vanish.
         self._positions_apart = isinstance(estimator, Exact)
         self._remaining_per_batch = estimator.centred and granularity == "auto"

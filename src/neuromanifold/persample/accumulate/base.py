@@ -148,10 +148,11 @@ def named(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def read_back(numbers: Sequence[Tensor | None]) -> list[float]:
-    """Return the values of tensors with one number each, None as 0; in one transfer where they are on one device."""
-    given = [number.double() for number in numbers if number is not None]
-    one_device = len({number.device for number in given}) == 1
-    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
+    """Return the values of tensors with one number each, None as 0; from a GPU in one transfer."""
+    devices = {number.device for number in numbers if number is not None}
+    if len(devices) != 1 or next(iter(devices)).type == "cpu":
+        return [0.0 if number is None else float(number) for number in numbers]
+    read = iter(torch.stack([number.double() for number in numbers if number is not None]).tolist())
     return [0.0 if number is None else next(read) for number in numbers]
 
 

@@ -1,11 +1,12 @@
 """The loop over data for a model whose parameters are divided among processes: all of them go in step.
 
-while any process has a batch:
-    batch = the next one of this process, or one again whose cotangents are zero
+while any process has a window of batches:
     write a checkpoint, if it is due on any of them
-    outputs = forward(batch)                                all processes together
-    while any process has a cotangent:
-        sums.add(gradients of u)                            a layer at a time, added up over processes
+    passes of this window, as of a whole model              by `Steps` of the other loop
+        outputs = forward(batch)                            all processes together (method.py)
+        while any process has a cotangent:
+            sums.add(gradients of u)                        a layer at a time, added up over processes
+    passes of other processes' windows                      with a batch that this one has had before, and no cotangent
 
 A pass of a model in FSDP2 gathers parameters from all processes, and one of a tensor-parallel model adds up what they
 have computed, so each must come to as many passes as the others.  In tensor parallelism all do the same batches.
@@ -16,20 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards, shards_of
-from neuromanifold.problem.batches import Batch
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
-from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.counts import Counts, Reporter
-from neuromanifold.run.dealing import Chain, Dealing, deal
+from neuromanifold.run.dealing import Chain, Dealing, Window, deal
 from neuromanifold.run.lockstep.checkpoint import ShardedCheckpoint
 from neuromanifold.run.lockstep.method import Lockstep
+from neuromanifold.run.loop import Steps
 from neuromanifold.run.processes import ProcessError, Processes, together
 from neuromanifold.run.settings import LoopOptions, Settings
 from neuromanifold.run.stopping import Accuracy, Interrupts, is_due
@@ -38,7 +39,11 @@ from neuromanifold.run.stopping import Accuracy, Interrupts, is_due
 @contextmanager
 def sharded(problem: Problem, settings: Settings, options: LoopOptions) -> Iterator[Shards]:
     """Yield the parts of a model's parameters that this process has, with all processes together and in a session."""
-    _check(settings, options)
+    if options.distributed is False:
+        raise ValueError(message("distributed", "left out for a model that several processes share", "False"))
+    if problem.tensor_parallel and isinstance(settings.estimator, Adaptive):
+        advice = "Outputs that differ by rounding could give processes different samples: use nm.Hutchinson(probes=m)."
+        raise ValueError(message("passes", "left out for a tensor-parallel model", f"{settings.estimator}", advice))
     with together(True) as processes, problem.session(), ExitStack() as stack:
         processes.join(True, problem.device)
         in_step = stack.enter_context(processes.in_step())
@@ -60,20 +65,22 @@ def run_sharded(
     """Go through the data once, or until the sums are accurate enough, as `loop.run` does; inside of `sharded`."""
     in_step, processes, counts = shards.processes, shards.processes.all, Counts()
     shows = processes.rank == 0
-    method = Lockstep(problem, settings, shards, tokens=sums.takes_tokens)
+    method = Lockstep(problem, settings, shards, sums)
     items = problem.items(progress=options.progress is True and shows, description=options.description)
     items, dealing = deal(items, processes, method, sums, options, one_replica=shards.one_replica)
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
     saved.resume(options.shard, dealing.own_data)
     mine, reporter = _Mine(items, dealing, saved), Reporter(options.progress if shows else False)
-    rounds, interrupts, stopped = saved.done.bit_count() // dealing.at_once, Interrupts(wanted=True), ""
-    if rounds and accuracy.rtol is not None and is_due(rounds):
+    steps, method.spare = Steps(method, sums, counts, dealing, cuda_graphs=False), lambda: problem.read(*mine.spare())
+    size, interrupts, stopped = dealing.window, Interrupts(wanted=True), ""
+    rounds = saved.done.bit_count() // (size * dealing.at_once)
+    if rounds and accuracy.rtol is not None and is_due(rounds * size):
         stopped = _looked(shards, counts, sums, accuracy)
     with method.attached(), interrupts.noted(), processes.losses_named():
         while not stopped:
-            entry = mine.following()
-            flags = [entry is not None, method.engine.came_late, saved.is_due, interrupts.asked, mine.chain.value]
-            there, late, due, asked, chains = zip(*in_step.gather("round", flags), strict=True)
+            window = mine.following()
+            flags = [window is not None, saved.is_due, interrupts.asked, mine.chain.value]
+            there, due, asked, chains = zip(*in_step.gather("round", flags), strict=True)
             if shards.one_replica and len({*chains}) > 1:  # batches of other sizes cannot meet in a layer
                 mine.chain.compare(processes, ended=True)
             if any(due) or any(asked) or not any(there):
@@ -82,23 +89,17 @@ def run_sharded(
                 stopped = _interrupted(asked, processes, counts, options)
             if stopped or not any(there):
                 break
-            batch = problem.read(*(entry or mine.spare()))
-            outputs = method.forward(batch, verify=any(late))
-            if entry:
-                method.seed(batch.number)
-                method.backward(outputs, sums)
-                saved.done |= 1 << batch.number
-            else:
-                method.go_along(outputs, sums)
-            method.release()
+            if window:
+                steps(window)
+            method.finish()
             method.validation.flush()
-            outputs = outputs.detached()
-            if entry:
-                _count(method, counts, batch, outputs, dealing.index(batch.number))
+            if window:
+                for number, _ in window.items:
+                    saved.done |= 1 << number
                 reporter.batch_done(lambda: counts.progress(None))
             rounds += 1
             counts.note(method)
-            if accuracy.rtol is not None and is_due(rounds):
+            if accuracy.rtol is not None and is_due(rounds * size):
                 stopped = _looked(shards, counts, sums, accuracy)
         if stopped:
             saved.write(*mine.chain.end)
@@ -127,33 +128,6 @@ def _interrupted(asked: Sequence[bool], processes: Processes, counts: Counts, op
     raise ProcessError(text + "a checkpoint, the same call resumes it.")
 
 
-def _check(settings: Settings, options: LoopOptions) -> None:
-    """Refuse what is not there for models in FSDP2 or tensor parallelism."""
-    refused = {
-        "passes": isinstance(settings.estimator, Adaptive),
-        "distributed": options.distributed is False,
-    }
-    for argument, given in refused.items():
-        if given:
-            raise ValueError(
-                message(
-                    argument, "left out for a model whose parameters are divided among processes", "one that is set"
-                )
-            )
-
-
-def _count(method: Lockstep, counts: Counts, batch: Batch, outputs: Outputs, index: int) -> None:
-    """Count a batch, and look at some of them: at their noise, and at the first one's outputs."""
-    problem = method.problem
-    if index & (index - 1) == 0:
-        core = problem.distributions(outputs, labels=False).core
-        counts.add_noise_shares(method.settings.estimator.noise_shares(core))
-    if not counts.batches:
-        problem.inspect(batch, outputs)
-    counts.add(outputs)
-    counts.end_batch(batch.number + 1)
-
-
 def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:
     """Return why it is enough, or nothing: all processes find the same."""
     processes = shards.processes.all
@@ -163,30 +137,35 @@ def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accur
 
 
 class _Mine:
-    """The batches of this process, and one of any number that it can run again for the others' sake."""
+    """The windows of this process, and a batch of any number that it can run again for the others' sake."""
 
     def __init__(self, items: Iterator[object], dealing: Dealing, saved: ShardedCheckpoint) -> None:
-        self._items, self._dealing, self._saved = enumerate(items), dealing, saved
+        self._items, self._dealing, self._saved, self._place = items, dealing, saved, 0
         self.read = 0
         """The number of the batch after the last one that was read."""
         self.first = ""
         """The fingerprint of batch 0."""
-        self.chain = Chain(2 * dealing.at_once)
+        self.chain = Chain(2 * dealing.window * dealing.at_once)
         self._spare: tuple[object, int] | None = None
 
-    def following(self) -> tuple[object, int] | None:
-        """Return item and number of the next batch; None at the end."""
-        for place, item in self._items:
-            self.first = self.first or fingerprint(("batch", item), most=OF_A_BATCH)
-            number = self._dealing.number(place)
-            self.read = number + 1
-            self._spare = self._spare or (item, number)
-            if self._dealing.in_shard(place):
-                if self._dealing.compares or self._saved.is_kept:
-                    self._saved.compare(number, self.chain.extend(number, item))
-                if self._dealing.is_mine(place) and not self._saved.was_done(number):
-                    self._spare = item, number
-                    return item, number
+    def following(self) -> Window | None:
+        """Return the next window; None at the end."""
+        size, dealing, saved = self._dealing.window, self._dealing, self._saved
+        while items := list(islice(self._items, size)):
+            place, self._place = self._place, self._place + 1
+            self.first = self.first or fingerprint(("batch", items[0]), most=OF_A_BATCH)
+            window = list(enumerate(items, dealing.number(place) * size))
+            self.read = window[-1][0] + 1
+            self._spare = self._spare or (items[0], window[0][0])
+            if not dealing.in_shard(place):
+                continue
+            if dealing.compares or saved.is_kept:
+                for number, item in window:
+                    saved.compare(number, self.chain.extend(number, item))
+            window = [one for one in window if not saved.was_done(one[0])]
+            if dealing.is_mine(place) and window:
+                self._spare = window[0][1], window[0][0]
+                return Window(place, self.read, window)
         return None
 
     def spare(self) -> tuple[object, int]:

@@ -1,8 +1,19 @@
-"""Per-sample gradients of a model in parts: as many passes on each process as the one with most of them needs."""
+"""Per-sample gradients of a model in parts: as many passes on each process as the one with most of them needs.
+
+What a process does next depends on its own batches.  Before it runs the model it tells the others, and what comes first
+in the order below, if any of them asks for it, is done by all of them: by some for the others' sake.
+
+    outputs     a forward pass without a graph
+    backward    all backward passes through the last forward pass; none, if it is not needed after all
+    forward     a forward pass with a graph, and its verification
+    nothing     the batches are done
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from neuromanifold.core.checks import message
-from neuromanifold.persample.accumulate import GradientSums, Pass
+from neuromanifold.estimators import Estimator
+from neuromanifold.persample.accumulate import GradientSums, Pass, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.backward import PerSampleBackward
 from neuromanifold.persample.gradients import Form
@@ -24,6 +36,7 @@ from neuromanifold.run.methods import PerSample
 from neuromanifold.run.settings import Settings
 
 T = TypeVar("T")
+_ORDER = ("outputs", "backward", "forward", "nothing")
 
 
 class _Nothing:
@@ -51,31 +64,103 @@ class _Nothing:
             self._sums.end_pass()
 
 
+@dataclass(frozen=True, eq=False)
+class _InTurn(Problem):
+    """A problem whose outputs are computed by all processes together."""
+
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @override
+    def outputs(self, batch: Batch, estimator: Estimator | None = None) -> Outputs:
+        with self.together():
+            return super().outputs(batch, estimator)
+
+
 class Lockstep(PerSample):
     """Passes through parameters that are gathered from all processes: each takes part in those of the others."""
 
-    def __init__(self, problem: Problem, settings: Settings, shards: Shards, *, tokens: bool) -> None:
-        super().__init__(problem, settings, tokens=tokens, shards=shards)
-        self._shards = shards
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        shards: Shards,
+        sums: ShardedSums | TraceSums,
+    ) -> None:
+        given = {one.name: getattr(problem, one.name) for one in fields(problem)}
+        super().__init__(_InTurn(**given, together=self._outputs), settings, tokens=sums.takes_tokens, shards=shards)
+        self._shards, self._sums = shards, sums
+        self.spare: Callable[[], Batch] | None = None
+        """Returns a batch that this process can run for the others' sake."""
+        self._open: Outputs | None = None  # of a forward pass whose backward passes are to come
+        self._verify = False
+        self._failed: Exception | None = None
         if settings.granularity == "batch":
             self.engine.exclude_all()
             self._remaining_per_batch = True
 
     @override
     def forward(self, batch: Batch, *, verify: bool = False) -> Outputs:
-        outputs = super().forward(batch, verify=verify)
+        self._take_part("forward")
+        return self._forward(batch, verify)
+
+    @override
+    def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+        self._take_part("backward")
+        self._backward(outputs, drawn, sums)
+
+    @override
+    def release(self) -> None:
+        if self._open is not None:
+            self._add(self._open, iter([]), self._sums)
+        super().release()
+
+    def finish(self) -> None:
+        """Take part in what the others do until all of them are done with their batches."""
+        self._take_part("nothing")
+
+    @contextmanager
+    def _outputs(self) -> Iterator[None]:
+        """Compute outputs inside; an error is one of the run even if it is caught, since the others wait."""
+        self._take_part("outputs")
+        try:
+            yield
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _take_part(self, wanted: str) -> None:
+        """Return when all processes come to what this one wants; until then, do what others want."""
+        if self._failed is not None:
+            raise self._failed
+        while True:
+            asked = self._shards.processes.gather("next", [_ORDER.index(wanted), self.engine.came_late])
+            first, self._verify = _ORDER[min(one for one, _ in asked)], any(late for _, late in asked)
+            if first == wanted:
+                return
+            if first == "outputs":
+                Problem.outputs(self.problem, self._spare())
+            elif first == "forward":
+                self._forward(self._spare())
+            else:
+                assert self._open is not None
+                self._backward(self._open, iter([]), self._sums)
+                super().release()
+
+    def _spare(self) -> Batch:
+        assert self.spare is not None
+        return self.spare()
+
+    def _forward(self, batch: Batch, verify: bool = False) -> Outputs:
+        outputs = self._open = super().forward(batch, verify=verify or self._verify)
         if not len(outputs.logits):
             text = message("batch", "of at least one sample", "an empty one")
             raise ValueError(f"Batch {batch.number} of `data`: {text}")
         self._shards.agree_on(outputs.logits)
         return outputs
 
-    def go_along(self, outputs: Outputs, sums: GradientSums) -> None:
-        """Take part in the passes of the others, without a cotangent of its own."""
-        self._add(outputs, iter([]), sums)
-
-    @override
-    def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+    def _backward(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+        """Make as many passes as the process with most of them."""
+        self._open = None
         logits, backward, processes = outputs.logits, self.captured, self._shards.processes
         assert backward is not None
         alone = any(processes.gather("alone", bool(backward.uses.remaining and not self._remaining_per_batch)))
