@@ -181,7 +181,7 @@ class PerSample(Method):
     ) -> None:
         """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent.
 
-        `shards`: those of a model in FSDP2 (`lockstep/`).
+        `shards`: those of a model that is divided among processes (`lockstep/`).
         """
         super().__init__(problem, settings)
         estimator, granularity = settings.estimator, settings.granularity
