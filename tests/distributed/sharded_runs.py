@@ -514,7 +514,7 @@ def checkpointed(rank: int, folder: Path, number: int, at: int, options: dict[st
     found.save(folder / "fim.safetensors")
 
 
-def killed(rank: int, folder: Path, who: int, after: float, number: int) -> None:
+def killed(rank: int, folder: Path, who: int, after: float, number: int, options: dict[str, Any]) -> None:
     """One process is killed some seconds after its first batch; with a checkpoint of every round."""
     processes._SILENT = 2.0
 
@@ -524,9 +524,9 @@ def killed(rank: int, folder: Path, who: int, after: float, number: int) -> None
                 threading.Thread(target=runs.kill_this_process, args=(after,), daemon=True).start()
             yield batch
 
-    model = network()
+    model = confident() if "estimator" in options else network()
     shard(model, middle(model))
-    nm.fisher_diagonal(model, data(), checkpoint=nm.Checkpoint(folder / "state", every=0))
+    nm.fisher_diagonal(model, data(), checkpoint=nm.Checkpoint(folder / "state", every=0), **options)
 
 
 def interrupted(rank: int, folder: Path, on_interrupt: str) -> list[str]:
