@@ -423,13 +423,14 @@ def refused(_: int) -> list[str]:
     """Arguments and models that are refused with a message that names them."""
     model, found = network(), []
     shard(model, middle(model))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh, {"0": ColwiseParallel()})
-    partly = network()
-    fully_shard(partly[2], mesh=mesh)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    both, partly = nn.Sequential(nn.Linear(6, 8)), network()
+    parallelize_module(both, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(both, mesh=mesh["data"])
+    fully_shard(partly[2], mesh=mesh["tensor"])
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("distributed", model, {"distributed": False}),
-        ("tensor parallel", parallel, {}),
+        ("tensor parallel", both, {}),
         ("whole on each", partly, {}),
     ]
     for text, one, options in cases:

@@ -12,19 +12,17 @@ from torch import Tensor
 import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
-from neuromanifold.estimators import adaptive
-from neuromanifold.estimators.adaptive import (
+from neuromanifold.estimators import adaptive, allocation
+from neuromanifold.estimators.adaptive import chosen, groups, in_full_groups, several, strategy
+from neuromanifold.estimators.allocation import (
     Allocation,
     Scores,
     allocate,
-    chosen,
-    groups,
-    in_full_groups,
-    pays,
+    allocate_to_everyone,
     score,
-    several,
+    score_everyone,
 )
-from neuromanifold.estimators.orthogonal import own_passes, remaining_noise
+from neuromanifold.estimators.orthogonal import least_noise, own_passes, remaining_noise
 from tests.estimators.probes import normal
 from tests.zscores import allowed_z_score, worst_z_score
 
@@ -35,6 +33,12 @@ def scores_of(core: Core, budget: float = PLENTY) -> Scores:
     """Scores of samples with one output distribution each."""
     of: Callable[[Tensor], Core] = lambda rows: type(core)(_outputs(core)[rows])  # type: ignore[call-arg] # noqa: E731
     return score(core.trace(), core.squared_norm(), core.rank, of, budget)
+
+
+def everyone(core: Core, budget: float = PLENTY) -> Scores:
+    """Scores of the same samples where all of them are kept."""
+    of: Callable[[Tensor], Core] = lambda rows: type(core)(_outputs(core)[rows])  # type: ignore[call-arg] # noqa: E731
+    return score_everyone(core.trace(), core.squared_norm(), core.rank, of, budget)
 
 
 def _outputs(core: Any) -> Tensor:
@@ -124,7 +128,7 @@ def test_no_sample_and_none_with_information() -> None:
             found = allocate(scores, budget)
             assert found.keep.shape == found.passes.shape == core.batch_shape
             assert (found.cost, found.variance(scores)) == (0, 0)
-            assert not pays(nm.Adaptive(1.0), scores)
+            assert strategy(nm.Adaptive(1.0), scores, everyone(core, budget)) == "alike"
         assert len(chosen(found.keep, torch.Generator())) == 0
         assert in_full_groups(found.keep, 4, torch.Generator()).tolist() == found.keep.tolist()
 
@@ -170,21 +174,31 @@ def test_numbers_of_passes_between_those_of_the_table() -> None:
     assert scores.at(torch.tensor([3.0, 100.0])).tolist() == [2, 1]
     assert scores.of(torch.tensor([1])).at(torch.tensor([1.0])).tolist() == [2]
     for rank in (1, 2, 3, 9, 10, 50, 1000, 10**6):
-        choices = adaptive._choices(rank)
+        choices = allocation._choices(rank)
         assert choices == sorted(set(choices))
         assert (choices[0], choices[-1]) == (1, min(rank, 2**12))
         assert choices[: min(rank, 9)] == list(range(1, min(rank, 9) + 1))
 
 
-def test_where_looking_first_pays() -> None:
-    confident = scores_of(nm.Categorical(torch.cat([40 * normal(60, 10), 2 * normal(4, 10, seed=1)])))
-    even = scores_of(nm.Categorical(0.1 * normal(64, 100)))
-    for cost in (0.5, 0.7, 1.0, 1.5, 3.0):
-        assert pays(nm.Adaptive(cost), confident)
-        assert not pays(nm.Adaptive(cost), even)
-    assert not pays(nm.Adaptive(0.3), confident)  # outputs alone cost a third
-    assert not pays(nm.Adaptive(1.0), scores_of(nm.Categorical(normal(64, 2))))  # one pass is exact
-    assert not pays(nm.Adaptive(1.0), scores_of(nm.Gaussian(normal(64, 3))))  # all are alike
+def test_which_strategy() -> None:
+    """Everyone is kept where there is a budget for it; left out is who is not worth much, at a low cost."""
+
+    def found(core: Core, cost: float) -> str:
+        return strategy(nm.Adaptive(cost), scores_of(core), everyone(core))
+
+    confident, even = (
+        nm.Categorical(torch.cat([40 * normal(60, 10), 2 * normal(4, 10, seed=1)])),
+        nm.Categorical(0.1 * normal(64, 100)),
+    )
+    for cost in (0.5, 0.7, 1.0, 1.1):
+        assert found(confident, cost) == "chosen"
+        assert found(even, cost) == "alike"
+    for cost in (1.3, 1.5, 3.0):
+        assert found(confident, cost) == "everyone"
+        assert found(even, cost) == "alike"
+    assert found(confident, 0.3) == "alike"  # outputs alone cost a third
+    assert found(nm.Categorical(normal(64, 2)), 1.0) == "alike"  # one pass is exact
+    assert found(nm.Gaussian(normal(64, 3)), 1.0) == "alike"
 
 
 def test_the_same_for_all() -> None:
@@ -269,6 +283,45 @@ def test_predicted_noise_is_that_of_the_estimator(c: int) -> None:
             assert found == pytest.approx(claimed, rel=1e-6, abs=1e-15)
         else:  # axes that are no eigenvectors
             assert 0.7 * claimed - 1e-15 <= found <= 2 * claimed + 1e-15
+
+
+@pytest.mark.parametrize("c", [3, 4, 10, 30])
+def test_the_table_has_the_least_noise_of_each_number_of_passes(c: int) -> None:
+    core, k = nm.Categorical(6 * normal(20, c)), min(8, c - 2)
+    given = core.spectrum(k).values, core.trace(), core.squared_norm(), c - 1
+    choices = torch.tensor([m for m in (1, 2, 3, 9, c - 1) if m <= c - 1]).double()
+    for least in (0, 1):
+        found = least_noise(*given, choices, least)
+        for j, m in enumerate(map(int, choices)):
+            expected = remaining_noise(*given, m)[:, min(least, m - 1) :].amin(-1)
+            torch.testing.assert_close(found[:, j], expected, rtol=1e-6, atol=1e-15)
+
+
+def test_equal_eigenvalues_have_no_first_eigenvector() -> None:
+    """It would be another one when it is computed again: such samples get no passes of their own."""
+    logits = torch.tensor([[3.0, 3.0, 3.0, 0.0], [3.0, 2.0, 1.0, 0.0], [3.0, 3.0, 0.0, 0.0]]).double()
+    noise = everyone(nm.Categorical(logits)).noise
+    assert (noise[:, -1] < noise[:, 0]).tolist() == [False, True, True]
+
+
+def test_everyone_is_kept_at_the_cost_that_was_asked_for() -> None:
+    """Brute force over all numbers of passes: at its price, no other choice has less variance + μ cost."""
+    core = nm.Categorical(normal(4, 5) * torch.tensor([0.3, 8.0, 2.0, 5.0]).double()[:, None])
+    scores = everyone(core)
+    choices = torch.tensor(list(itertools.product(range(len(scores.passes)), repeat=4)))  # [choices, n]
+    passes = scores.passes[choices]
+    costs = torch.where(passes > 1, 2 * passes - 1, 0).sum(-1)
+    variance = 2 * scores.noise[torch.arange(4), choices].sum(-1)
+    for budget in (0.0, 2.9, 3.0, 8.0, 12.0, 19.0, 28.0):
+        found = allocate_to_everyone(scores, budget)
+        assert found.extra_cost <= budget
+        assert bool((found.keep == 1).all())
+        best = variance + found.price * costs
+        assert found.variance(scores) + found.price * found.extra_cost <= float(best.min()) * 1.001 + 1e-12
+        assert found.variance(scores) <= 2.5 * float(variance[costs <= budget].min()) + 1e-12
+        again = allocate_to_everyone(scores, budget, least=1)
+        assert bool((again.passes >= 2).all())
+    assert allocate_to_everyone(scores, 28.0).variance(scores) < 1e-20
 
 
 def test_predicted_noise_does_not_cancel() -> None:

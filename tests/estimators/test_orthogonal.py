@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core.sums import divide
-from neuromanifold.estimators.orthogonal import random_signs, remainder
+from neuromanifold.estimators.base import random_signs
+from neuromanifold.estimators.orthogonal import remainder
 from tests.estimators.probes import CORES, NOISES, drawn, normal, outer, target
 
 

@@ -234,7 +234,7 @@ def test_windows_of_a_convolution_written_out(name: str, tile: int, monkeypatch:
     assert isinstance(form, Convolution)
     if form.groups > 1:
         return
-    pieces = list(form._pieces_of_windows())
+    pieces = list(form.product_pieces())
     assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
     assert pieces[-1][1] == 4
     for start, stop in pieces:

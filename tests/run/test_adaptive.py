@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.core import Core
-from neuromanifold.run import methods, windows
+from neuromanifold.run import windows
 from tests.problems.problem import Net
 from tests.run.killed_runs import BrokenError, failing
 from tests.zscores import worst_z_score
@@ -213,7 +213,7 @@ def test_unbiased_at_every_cost(name: str, cost: float) -> None:
     ("name", "cost"), [("ten classes, confident", 0.5), ("ten classes, near-uniform", 0.5), ("tokens", 0.7)]
 )
 def test_the_twin_without_weights_is_biased(name: str, cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "weighted", lambda drawn, *_: drawn)
+    monkeypatch.setattr(windows, "weighted", lambda drawn, *_: drawn)
     assert z_score(CASES[name], cost, 14) > allowed(14)
 
 

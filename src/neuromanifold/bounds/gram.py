@@ -270,10 +270,8 @@ class _Grams(GramRun):
     def _check_size(self, classes: int) -> None:
         matrix, gradients = 8 * (self._rows * classes) ** 2, 4 * self.kept.numbers
         if max(matrix, gradients) > self._limit:
-            got = (
-                f"{matrix / GIB:.3g} GiB for {self._rows} x {classes} rows"
-                if matrix > self._limit
-                else (f"{gradients / GIB:.3g} GiB of gradients of {self._rows} samples")
-            )
+            got = f"{gradients / GIB:.3g} GiB of gradients of {self._rows} samples"
+            if matrix > self._limit:
+                got = f"{matrix / GIB:.3g} GiB for {self._rows} x {classes} rows"
             advice = "Use fewer samples, or fewer `parameters`; nm.fisher_operator needs no matrix."
             raise ValueError(message("max_bytes", "enough for the Gram matrix", got, advice))

@@ -32,7 +32,10 @@ def frobenius_norm(product: Product, like: Tensor, sketch: int, probes: int, gen
     basis = basis[:, sizes > 1e3 * torch.finfo(like.dtype).eps * sizes[:1]]  # without directions that are rounding
     exact = float(product(basis).double().square().sum()) if basis.shape[1] else 0.0
     squares = torch.cat(
-        [_squared_norms_outside(product, basis, n, generator) for n in _block_sizes(probes, sketch)]
+        [
+            _squared_norms_outside(product, basis, min(sketch, probes - done), generator)
+            for done in range(0, probes, sketch)
+        ]
     )  # [probes]
     total = exact + float(squares.mean())
     spread = float(squares.std()) / math.sqrt(probes)
@@ -46,10 +49,6 @@ def _squared_norms_outside(product: Product, basis: Tensor, columns: int, genera
     for _ in range(2):
         signs = signs - basis @ (basis.mT @ signs)
     return product(signs).double().square().sum(0)
-
-
-def _block_sizes(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)]
 
 
 def spectral_norm(

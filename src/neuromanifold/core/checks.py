@@ -9,6 +9,7 @@ import math
 import operator
 import sys
 import warnings
+from collections.abc import Sequence
 from numbers import Real
 from typing import Literal, TypeVar
 
@@ -31,6 +32,11 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are: "a, b, c and 4 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def float_tensor(value: object, argument: str) -> Tensor:

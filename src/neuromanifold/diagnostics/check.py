@@ -22,9 +22,9 @@ from torch import nn
 
 from neuromanifold import estimators as nm
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message
+from neuromanifold.core.checks import integer_in_range, listed, message
 from neuromanifold.diagnostics.check_result import Check, verdict
-from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, examine, first_batches, listed
+from neuromanifold.diagnostics.examination import Examination, Sizes, as_item, examine, first_batches
 from neuromanifold.diagnostics.runs import Runs, expected_warnings_ignored, short_name, timed
 from neuromanifold.estimators import Estimator, Exact, Hutchinson
 from neuromanifold.problem.batches import sample_dim
@@ -272,8 +272,8 @@ def _note_on_time(seconds: float) -> str:
 def _notes_on_zeros(zero: Sequence[str], examination: Examination) -> list[str]:
     """What zeros mean: parameters that nothing depends on, or gradients that vanish."""
     unused, vanishing = [[name for name in zero if (name in examination.depends) == used] for used in (False, True)]
-    notes = [f"The outputs do not depend on {listed(unused)}: F is zero there."] if unused else []
+    notes = [f"The outputs do not depend on {listed(unused, 4)}: F is zero there."] if unused else []
     if vanishing:
-        text = f"F of {listed(vanishing)} is zero in every entry, though the outputs depend on it: all gradients of "
+        text = f"F of {listed(vanishing, 4)} is zero in every entry, though the outputs depend on it: all gradients of "
         notes.append(text + "log p vanish on these batches, as behind dead units or weights of zero.")
     return notes

@@ -122,11 +122,8 @@ def _cheapest(rows: Sequence[CheckRow]) -> CheckRow | None:
 
 
 def _within(row: CheckRow, reference_error: float) -> str:
-    return f"{row.name} is within {_percent(row.relmae_positive)} of the {_noun(reference_error)} at {_times(row)}"
-
-
-def _noun(reference_error: float) -> str:
-    return f"reference (itself known to {_percent(reference_error)})" if reference_error else "exact diagonal"
+    known = f"reference (itself known to {_percent(reference_error)})" if reference_error else "exact diagonal"
+    return f"{row.name} is within {_percent(row.relmae_positive)} of the {known} at {_times(row)}"
 
 
 def _per_sample_or_batch(rows: Sequence[CheckRow]) -> list[str]:

@@ -7,11 +7,10 @@ examine(problem)             how each parameter is done and why, what the loop w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import listed, message
 from neuromanifold.estimators import Hutchinson
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.engine import PerSampleGradients
@@ -182,12 +181,9 @@ def _notes_on_methods(methods: dict[str, str], reasons: dict[str, str], counts: 
     notes = [f"Per sample: {done} of {every} parameters, verified against autograd on {batches}."] if done else []
     for reason in dict.fromkeys(reasons.values()):
         names = [name for name, own in reasons.items() if own == reason]
-        text = f"Per batch: {listed(names)} ({len(names)} of {every} parameters): {reason}. Random probes square the "
+        text = (
+            f"Per batch: {listed(names, 4)} ({len(names)} of {every} parameters): {reason}. Random probes square the "
+        )
         text += "gradient of the whole batch, with more noise; Exact() and Empirical() take one backward pass for each "
         notes.append(text + "sample.")
     return notes
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

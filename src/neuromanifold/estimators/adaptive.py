@@ -1,40 +1,36 @@
-"""Passes where the noise is: which samples are worth several of them, and which can be left out at times.
+"""Adaptive passes as an estimator: who is kept, who has passes of their own, and who goes back together.
 
-A sample's output distributions say, before any backward pass, how large its part of F is and how noisy an estimate of
-it would be.  On average over directions of J, and up to one factor for all samples, with t = tr M and q = ‖M‖²,
-
-    F² = t² + 2q        and the variance of m passes is 2 S²_m,        S²_1 = t² - q        (`remaining_noise`).
-
-A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
-Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q), and costs π(1 + 2m) forward passes.  The smallest
-Σ V at a given cost, but for some percent, has one number μ for all samples:
-
-    π = min(1, t/√μ)        m = argmin S²_m + μm, which is 1 wherever π < 1.
-
-Proof.  For m = 1 the variance is 3t²/π - (t² + 2q), so ∂/∂π of variance + 3μπ is zero at π = t/√μ.  With π = 1 the
-choice of m minimises 2 S²_m + 2μm.  Several passes cannot pay for t² < μ, since S²_1 <= t².  (For t² a little above μ,
-several passes with π < 1 can be better than one or two with π = 1, by less than a hundredth of variance + μ cost.)
+What samples are worth is in `allocation.py`; `run/windows.py` does the passes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from itertools import islice
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from neuromanifold.core import Categorical, Core
+from neuromanifold.core import Core
 from neuromanifold.core.checks import finite_number, integer_in_range
-from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.allocation import (
+    EIGENPAIRS,
+    Allocation,
+    Scores,
+    allocate,
+    allocate_to_everyone,
+    several_passes,
+)
+from neuromanifold.estimators.base import Estimator, random_signs
 from neuromanifold.estimators.hutchinson import Hutchinson
-from neuromanifold.estimators.orthogonal import remaining_noise
+from neuromanifold.estimators.orthogonal import leading, peeled
 
-_EIGENPAIRS = 8  # of a sample, at most, that may have passes of their own
 _FEWER = 0.9  # of the variance of equal passes is worth looking at the outputs first
+_LEFT_OUT = 0.25  # of the variance with everyone kept is worth leaving samples out, unless that is small:
+_SMALL = 0.125  # of (mean t)², for a sample on average: then entries that need the samples left out would be worse
 
 
 @dataclass(frozen=True)
@@ -101,113 +97,68 @@ class Adaptive(Estimator):
 
     def allocation(self, samples: int) -> Allocation:
         """The same for all samples: fewer passes than one leave some of them out."""
-        ones = torch.ones(samples, dtype=torch.float64)
-        return Allocation(ones * min(1.0, self.cost), ones * self.mean_passes, 0.0)
+        equal = several_passes(samples, self.mean_passes)
+        return equal._replace(keep=equal.keep * min(1.0, self.cost))
 
 
 def several(passes: int) -> Hutchinson:
     """So many passes, of which leading eigenvectors may have all but one."""
-    return Hutchinson(passes, deflate=_EIGENPAIRS if passes > 1 else 1)
+    return Hutchinson(passes, deflate=EIGENPAIRS if passes > 1 else 1)
 
 
-class Scores(NamedTuple):
-    """What the outputs say about samples, float64 on the CPU."""
+@dataclass(frozen=True)
+class AfterFirst(Estimator):
+    """All of a sample's passes but the first, which its leading eigenvector has had to itself."""
 
-    trace: Tensor  # [n] t, over all positions of a sample
-    squared_norm: Tensor  # [n] q
-    noise: Tensor  # [n, j] S²_m for the j-th of `passes`
-    passes: Tensor  # [j] numbers of passes to choose from
+    probes: int  # with the first
 
-    @property
-    def fisher(self) -> Tensor:
-        """F² on average over directions of J, [n]."""
-        return self.trace.square() + 2 * self.squared_norm
+    centred: ClassVar[bool] = True
+    target: ClassVar[str] = "unbiased, with the first pass"
+    noise_factor: ClassVar[float] = Hutchinson.noise_factor
 
-    def of(self, rows: Tensor) -> Scores:
-        """The scores of some of the samples."""
-        return Scores(self.trace[rows], self.squared_norm[rows], self.noise[rows], self.passes)
+    def passes(self, core: Core) -> int:
+        """One less than all passes, of which there are at most as many as the factor has columns."""
+        return min(self.probes, core.rank) - 1
 
-    def at(self, passes: Tensor) -> Tensor:
-        """S²_m for m passes, [n]; numbers of passes in between are interpolated."""
-        j = torch.searchsorted(self.passes, passes).clamp(1, max(1, len(self.passes) - 1))
-        if len(self.passes) == 1:
-            return self.noise[:, 0]
-        below, above = self.passes[j - 1], self.passes[j]
-        share = ((passes - below) / (above - below)).clamp(0, 1)
-        low, high = (self.noise.gather(-1, k[:, None])[:, 0] for k in (j - 1, j))
-        return low + share * (high - low)
+    def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
+        """Further eigenvectors, and what is left."""
+        del labels
+        drawn = peeled(core, EIGENPAIRS, self.passes(core) + 1, generator, least=1)
+        return (one * random_signs(core, 1, generator) for one in islice(drawn, 1, None))
 
-
-class Allocation(NamedTuple):
-    """How often each sample is kept, and with how many passes."""
-
-    keep: Tensor  # [n] π
-    passes: Tensor  # [n] m
-    price: float  # μ
-
-    def variance(self, scores: Scores) -> float:
-        """Predict Σ V, in units of `Scores`."""
-        kept = self.keep > 0
-        pi, noise, fisher = self.keep[kept], scores.at(self.passes)[kept], scores.fisher[kept]
-        return float((2 * noise / pi + (1 / pi - 1) * fisher).sum())
-
-    @property
-    def cost(self) -> float:
-        """The expected number of forward passes of a sample, where a backward pass counts two."""
-        return float((self.keep * (1 + 2 * self.passes)).sum())
+    def pass_noise(self, core: Core, alone: bool) -> list[float]:
+        """As `Hutchinson.pass_noise`."""
+        passes = self.passes(core)
+        if not alone:
+            return [self.noise_factor] * passes
+        found = leading(core, min(EIGENPAIRS, core.rank), passes + 1, least=1)
+        m, d = passes + 1 - found.own, core.rank - found.own
+        left = (d - m) / max(1, d - 1)
+        return [found.relative_variance] * (found.own - 1) + [self.noise_factor * left] * m
 
 
-def score(
-    trace: Tensor, squared_norm: Tensor, rank: int, core_of: Callable[[Tensor], Core] | None, budget: float
-) -> Scores:
-    """Scores of samples that so many forward passes may be spent on.
+Strategy = Literal["alike", "everyone", "chosen"]
 
-    `core_of` gives the output distributions of some of the samples, if each has a single one.  Their eigenvalues are
-    computed only where several passes may pay: the price μ of one pass for each sample is a lower bound.
+
+def strategy(estimator: Adaptive, some: Scores, everyone: Scores) -> Strategy:
+    """What to do with samples like these: equal passes, further ones for noisy samples, or a choice of samples.
+
+    `everyone`: their scores by `score_everyone`.  At a cost of one or more, samples are left out only where this takes
+    three quarters of the variance, and where what everyone has is not small anyway.  For entries to which few samples
+    contribute suffer from it, which the sum of variances does not show.
     """
-    t, q = trace.double().cpu(), squared_norm.double().cpu()
-    one = (t.square() - q).clamp(min=0)
-    choices = torch.tensor(_choices(rank if core_of is not None else 2**30), dtype=torch.float64)
-    noise = one[:, None] / choices
-    if core_of is None or rank == 1:
-        return Scores(t, q, noise, choices)
-    noisy = (one > allocate(Scores(t, q, one[:, None], choices[:1]), budget).price).nonzero()[:, 0]
-    core = core_of(noisy) if len(noisy) else None
-    if isinstance(core, (Categorical, DiagonalCore)):
-        values = core.spectrum(min(_EIGENPAIRS, rank - 1)).values.double().cpu()
-        table = [remaining_noise(values, t[noisy], q[noisy], rank, int(m)).amin(-1) for m in choices]
-        noise[noisy] = torch.stack(table, -1)
-    return Scores(t, q, noise, choices)
-
-
-def allocate(scores: Scores, budget: float) -> Allocation:
-    """The allocation with the least Σ V for so many forward passes altogether, by bisection for μ."""
-
-    def at(price: float) -> Allocation:
-        best = (scores.noise + price * scores.passes).argmin(-1)
-        keep = (scores.trace / math.sqrt(price)).clamp(max=1)
-        return Allocation(torch.where(best > 0, 1.0, keep), scores.passes[best], price)
-
-    best = Allocation((scores.trace > 0).double(), scores.passes[scores.noise.argmin(-1)], 0.0)
-    if best.cost <= max(budget, 0.0):
-        return best
-    low, high = 1e-300, 1e20 * max(float(scores.trace.amax()), 1e-100) ** 2
-    for _ in range(80):
-        middle = math.sqrt(low) * math.sqrt(high)
-        low, high = (middle, high) if at(middle).cost > budget else (low, middle)
-        if high < 1.001 * low:
-            break
-    return at(high)
-
-
-def pays(estimator: Adaptive, scores: Scores) -> bool:
-    """Whether it pays to compute outputs first and then to choose samples, for samples like these."""
-    cost, samples = estimator.cost, len(scores.trace)
-    budget = (3 * cost - 1) * samples
-    if budget <= 0 or not bool((scores.trace > 0).any()):
-        return False
-    alike = estimator.allocation(samples)
-    return allocate(scores, budget).variance(scores) < _FEWER * alike.variance(scores)
+    cost, n, total = estimator.cost, len(some.trace), float(some.trace.sum())
+    if 3 * cost <= 1 or not total:
+        return "alike"
+    found: Strategy = "alike"
+    equal = estimator.allocation(n).variance(some)
+    kept = allocate_to_everyone(everyone, 3 * (cost - 1) * n).variance(everyone) if cost >= 1 else math.inf
+    if kept < _FEWER * equal:
+        found = "everyone"
+    limit = min(kept, equal) * (_LEFT_OUT if cost >= 1 else _FEWER)
+    if cost >= 1 and n * min(kept, equal) < _SMALL * total**2:
+        return found
+    return "chosen" if allocate(some, (3 * cost - 1) * n).variance(some) < limit else found
 
 
 def chosen(keep: Tensor, generator: torch.Generator) -> Tensor:
@@ -254,10 +205,3 @@ def groups(passes: Tensor, size: int) -> list[int]:
 def _random(generator: torch.Generator) -> Tensor:
     """A number between 0 and 1."""
     return torch.rand((), generator=generator, dtype=torch.float64, device=generator.device).cpu()
-
-
-def _choices(rank: int) -> list[int]:
-    """Numbers of passes to choose from, up to the rank, from which on nothing is random."""
-    dense = list(range(1, _EIGENPAIRS + 2))
-    sparse = [round(3 * 2 ** (k / 2)) for k in range(4, 40)]  # 12, 17, 24, 34, ...
-    return sorted({m for m in (*dense, *sparse) if m < min(rank, 2**12)} | {max(1, min(rank, 2**12))})

@@ -29,6 +29,19 @@ class NoiseFactors(NamedTuple):
     token: float = 0.0
 
 
+class Apart(NamedTuple):
+    """Samples of a pass whose squares have another noise than those of the others."""
+
+    rows: Tensor  # [k]
+    others: Tensor  # [n - k]
+    noise_factor: float
+
+    def factors(self, otherwise: float, like: Tensor) -> Tensor:
+        """Return the noise factor of each sample, [n]."""
+        found = like.new_full((len(self.rows) + len(self.others),), otherwise)
+        return found.index_fill_(0, self.rows.to(like.device), self.noise_factor)
+
+
 class Estimator(ABC):
     """Base class of all estimators: how cotangents u with E[u uᵀ] = M are made from a core.
 
@@ -98,3 +111,10 @@ class Estimator(ABC):
     def for_batches(self) -> Estimator:
         """What to use where whole batches are squared: the same, unless something else has less noise there."""
         return self
+
+
+def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
+    """Draw ±1 with even odds, [..., size]."""
+    shape = (*core.batch_shape, size)
+    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
+    return bits.to(core.dtype).mul_(2).sub_(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.sums import square_root
-from neuromanifold.estimators.base import Estimator
+from neuromanifold.estimators.base import Estimator, random_signs
 from neuromanifold.estimators.envelopes import (
     Envelope,
     Mixer,
@@ -22,15 +22,7 @@ from neuromanifold.estimators.envelopes import (
     factor_columns,
     factor_mixer,
 )
-from neuromanifold.estimators.orthogonal import (
-    all_the_rest,
-    leading,
-    leading_columns,
-    orthonormal_noise,
-    own_passes,
-    random_signs,
-    remainder,
-)
+from neuromanifold.estimators.orthogonal import leading, orthonormal_noise, own_passes, peeled
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import Probe
 
@@ -237,19 +229,12 @@ class Hutchinson(Estimator):
         if self.probes >= self._columns(core):
             yield from factor_columns(core, self.envelope)
             return
-        m = self.probes
         if self.envelope is None:
-            own, signed = leading_columns(core, self._eigenpairs, m)  # [..., k, C]
-            yield from own.unbind(-2)
-            m -= own.shape[-2]
-            if m == 1 and self.noise == "rademacher":
-                yield all_the_rest(core, own, signed, generator)
-                return
-            noise_dim, mix = remainder(core, own)
-        else:
-            noise_dim, mix = factor_mixer(core, self.envelope)
-        for h in orthonormal_noise(core, noise_dim, m, self.noise, generator):
-            yield mix(h) * math.sqrt(noise_dim / m)
+            yield from peeled(core, self._eigenpairs, self.probes, generator, self.noise)
+            return
+        noise_dim, mix = factor_mixer(core, self.envelope)
+        for h in orthonormal_noise(core, noise_dim, self.probes, self.noise, generator):
+            yield mix(h) * math.sqrt(noise_dim / self.probes)
 
     def _deflated(self, core: Core) -> Mixer:
         """Return the map from (ξ₁, ξ₂) to V√Λ ξ₁ + (I - VVᵀ) S ξ₂."""

@@ -27,6 +27,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.core.sums import divide, square_root
+from neuromanifold.estimators.base import random_signs
 from neuromanifold.estimators.envelopes import Mixer
 from neuromanifold.estimators.isometry import complement
 
@@ -44,6 +45,22 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     which is half the variance of an entry (`bounds.orthogonal_probe_variance`) on average over directions of J, where
     the axes are eigenvectors.  One pass at least is for the rest.
     """
+    products = _products(values, trace, squared_norm, d)
+    own = torch.arange(min(products.shape[-1], m), device=values.device)
+    return products[..., : len(own)] * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
+
+
+def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: Tensor, least: int = 0) -> Tensor:
+    """The least of `remaining_noise` for each number of passes m [j], with `least` own passes if possible, [n, j]."""
+    products = _products(values, trace, squared_norm, d)  # [n, k + 1]
+    m, own = m.to(products)[:, None], torch.arange(products.shape[-1], device=products.device)
+    factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
+    allowed = (own < m) & (own >= (m - 1).clamp(max=min(least, products.shape[-1] - 1)))
+    return (products[:, None] * factors).masked_fill_(~allowed, math.inf).amin(-1)
+
+
+def _products(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
+    """R² - Q of what is left without 0, 1, ... leading eigenvectors, [..., k + 1]."""
     values = values[..., : min(values.shape[-1], d)].double()
     k = values.shape[-1]
     last = values[..., -1] if k else trace.double()
@@ -53,9 +70,7 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     for i in reversed(range(k)):  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
         products.append(products[-1] + 2 * rest * values[..., i])
         rest = rest + values[..., i]
-    own = torch.arange(min(k, m - 1) + 1, device=values.device)
-    noise = torch.stack(products[::-1], -1)[..., : len(own)]
-    return noise * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
+    return torch.stack(products[::-1], -1)
 
 
 class Leading(NamedTuple):
@@ -72,14 +87,14 @@ class Leading(NamedTuple):
         return self.variance / self.fisher if self.fisher > 0 else 0.0
 
 
-def leading(core: Core, k: int, passes: int) -> Leading:
-    """The k >= 1 leading eigenpairs, and how many of them get one of so many passes for themselves.
+def leading(core: Core, k: int, passes: int, least: int = 0) -> Leading:
+    """The k >= 1 leading eigenpairs, and how many of them get one of so many passes for themselves, `least` at least.
 
     That is decided for the whole batch, by the predicted noise, and kept on the core: computed once, read back from a
     GPU once.  What was found under torch.no_grad() is kept apart, since it cannot be differentiated.
     """
-    kept: dict[tuple[int, int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
-    key = k, passes, torch.is_grad_enabled()
+    kept: dict[tuple[int, int, int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
+    key = k, passes, least, torch.is_grad_enabled()
     if key not in kept:
         spectrum = core.spectrum(k)
         with torch.no_grad():
@@ -88,7 +103,8 @@ def leading(core: Core, k: int, passes: int) -> Leading:
             fisher = (trace.square() + 2 * squared_norm).sum()
         sums = torch.cat([noise.reshape(-1, noise.shape[-1]).sum(0), fisher[None]])
         *total, square = sums.nan_to_num(0.0).tolist()
-        kept[key] = Leading(spectrum, total.index(min(total)), 2 * min(total), square)
+        best = min(total[least:])
+        kept[key] = Leading(spectrum, total.index(best, least), 2 * best, square)
     return kept[key]
 
 
@@ -97,15 +113,32 @@ def own_passes(core: Core, k: int, passes: int) -> int:
     return leading(core, min(k, core.rank), passes).own if k else 0
 
 
-def leading_columns(core: Core, k: int, passes: int) -> tuple[Tensor, Tensor]:
+def leading_columns(core: Core, k: int, passes: int, least: int = 0) -> tuple[Tensor, Tensor]:
     """√λ_i v_i of the eigenvectors that have passes of their own, and of those that have signs of their own, [..., C].
 
     The latter only if a single pass is left for all the rest: with signs along eigenvectors it has the least noise.
     """
-    own = own_passes(core, k, passes)
     empty = torch.zeros((*core.batch_shape, 0, core.dim), dtype=core.dtype, device=core.device)
-    columns = leading(core, min(k, core.rank), passes).spectrum.factor() if k else empty
+    if not k:
+        return empty, empty
+    spectrum, own, *_ = leading(core, min(k, core.rank), passes, least)
+    columns = spectrum.factor()
     return columns[..., :own, :], columns[..., own:, :] if passes - own == 1 else empty
+
+
+def peeled(
+    core: Core, k: int, passes: int, generator: torch.Generator, noise: str = "rademacher", least: int = 0
+) -> Iterator[Tensor]:
+    """Eigenvectors √λ_i v_i where that pays (`leading`), then √(d/m) S B h_j for all the rest; without random signs."""
+    own, signed = leading_columns(core, k, passes, least)  # [..., k, C]
+    yield from own.unbind(-2)
+    m = passes - own.shape[-2]
+    if m == 1 and noise == "rademacher":
+        yield all_the_rest(core, own, signed, generator)
+        return
+    noise_dim, mix = remainder(core, own)
+    for h in orthonormal_noise(core, noise_dim, m, noise, generator):
+        yield mix(h) * math.sqrt(noise_dim / m)
 
 
 def remainder(core: Core, scaled: Tensor) -> Mixer:
@@ -207,10 +240,3 @@ def haar_columns(core: Core, noise_dim: int, count: int, generator: torch.Genera
     shape = (*core.batch_shape, noise_dim, count)
     gaussian = torch.randn(shape, generator=generator, dtype=core.dtype, device=core.device)
     return iter(torch.linalg.qr(gaussian).Q.unbind(-1))
-
-
-def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
-    """Draw ±1 with even odds, [..., size]."""
-    shape = (*core.batch_shape, size)
-    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
-    return bits.to(core.dtype).mul_(2).sub_(1)

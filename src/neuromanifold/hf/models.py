@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from neuromanifold.core import Bernoulli, Categorical, Gaussian
-from neuromanifold.core.checks import integer_in_range, message, random_seed
+from neuromanifold.core.checks import integer_in_range, listed, message, random_seed
 from neuromanifold.hf.errors import LoadError, hub_error, require, short
 from neuromanifold.hf.functions import find_function, is_function_name
 from neuromanifold.problem.cotangents import Likelihood
@@ -116,7 +116,9 @@ def load_model(
         >>> type(loaded.module).__name__, loaded.task
         ('ViTForImageClassification', <Task.IMAGE: 'image'>)
     """
-    wanted, target, source = _as_task(task), as_device(device), str(source)
+    if task is not None and task not in list(Task):
+        raise LoadError(message("task", f"one of {', '.join(Task)}", repr(task)))
+    wanted, target, source = None if task is None else Task(task), as_device(device), str(source)
     random_seed(seed)
     if dtype is not None and dtype not in DTYPES:
         raise LoadError(message("dtype", f"one of {', '.join(DTYPES)}", repr(dtype)))
@@ -144,12 +146,6 @@ def as_device(name: str) -> torch.device:
         advice = "`neuromanifold env` lists the devices; auto takes a GPU if there is one."
         raise LoadError(message("device", "auto, cpu, cuda, cuda:N or mps", f"{name!r} ({said})", advice)) from None
     return device
-
-
-def _as_task(name: str | None) -> Task | None:
-    if name is not None and name not in list(Task):
-        raise LoadError(message("task", f"one of {', '.join(Task)}", repr(name)))
-    return None if name is None else Task(name)
 
 
 def _task_of(architectures: list[str], source: str) -> Task:
@@ -265,14 +261,13 @@ def _check_initialized(source: str, module: nn.Module, new: list[str], task: Tas
     if not new:
         return
     body = f"{getattr(module, 'base_model_prefix', '')}."
-    shown = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
     if not task.classifies or any(name.startswith(body) and ".pooler." not in name for name in new):
         expected = f"a checkpoint with all weights of {type(module).__name__}"
         advice = "The weights are those of another architecture; look at config.json, or at --task."
-        raise LoadError(message("model", expected, f"{source} without {shown}", advice))
+        raise LoadError(message("model", expected, f"{source} without {listed(new, 3)}", advice))
     if classes is None:
         advice = "Take a fine-tuned model, or initialize a random classifier with --classes N (and --seed)."
-        raise LoadError(message("model", "one with a trained classifier", f"{source} without {shown}", advice))
+        raise LoadError(message("model", "one with a trained classifier", f"{source} without {listed(new, 3)}", advice))
 
 
 def _with_adapter(module: nn.Module, adapter: str) -> nn.Module:

@@ -14,7 +14,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +23,10 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuromanifold.core.checks import message, promoted
-from neuromanifold.persample.backward import BatchBackward, involves_half, largest_scale
+from neuromanifold.persample.backward import BatchBackward, largest_scale
+from neuromanifold.problem.batches import dtypes_in_use
 from neuromanifold.problem.outputs import Outputs
 
-_DTYPE = attrgetter("dtype")
 METHODS = ("forward mode", "forward mode, unfused kernels", "double backward", "double backward, unfused kernels")
 _BLOCK_NUMBERS = {True: 2**20, False: 2**25}  # of the vectors that go through the model together, on a CPU; on a GPU
 _BLOCK_VECTORS = 8  # at most: activations are as many times larger
@@ -64,10 +63,7 @@ class Tolerance(NamedTuple):
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> Tolerance:
         """The tolerance for the dtypes of the parameters, and that of autocast where it is on."""
-        kind, dtypes = parameters[0].device.type, {*map(_DTYPE, parameters)}
-        if torch.is_autocast_enabled(kind):
-            dtypes.add(torch.get_autocast_dtype(kind))
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes_in_use(parameters, parameters[0].device))
         return cls(eps, 16 * eps, 0.3, 8) if eps > 1e-4 else cls(eps, 1e3 * eps, 0.02, 2)
 
 
@@ -135,7 +131,8 @@ class JacobianProducts:
 
     def begin_pass(self) -> None:
         """Look whether float16 is involved: autocast may have changed since the last pass over the data."""
-        half = self._half_logits or involves_half(self.model.parameters(), self.parameters[0].device)
+        dtypes = dtypes_in_use(self.model.parameters(), self.parameters[0].device)
+        half = self._half_logits or torch.float16 in dtypes
         if half != self._half:
             self._half, self._scaled_backward = half, None
 

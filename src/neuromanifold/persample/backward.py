@@ -9,7 +9,7 @@ autograd ─► gradients at captured calls and at broadcast sites ─► forms 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
@@ -24,6 +24,7 @@ from neuromanifold.persample.graph import BroadcastSite, Site
 from neuromanifold.persample.hooks import Capture, Hooks
 from neuromanifold.persample.places import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses
+from neuromanifold.persample.shards import on_this_process, own_part
 
 
 class VerificationObserver(Protocol):
@@ -176,13 +177,17 @@ class PerSampleBackward:
         self, use: Use, g: Tensor, layout: Layout, to: TakesForms, made_by: Pass, observer: VerificationObserver | None
     ) -> None:
         """Add the gradients of a use; those of a parameter with several uses once all of them are there."""
-        by_token = use.key in self._tokens
+        by_token, capture = use.key in self._tokens, use.capture
+        if self._hooks.in_parts:
+            g = on_this_process(g)
+            if capture is not None:
+                capture.x = on_this_process(capture.x)
         if observer is not None:
             forms = self._observed(use, g, layout, observer)
         else:
             if self._late is not None and use.key in self.plan.unverified:
                 self._late.logical_or_((g != 0).any().to(self._late.device))
-            forms = use.forms(g, self.uses.samples, layout, tokens=by_token)
+            forms = self._forms(use, g, layout, tokens=by_token)
         if by_token:
             made_by = made_by.of_tokens
         for i, form in forms.items():
@@ -199,12 +204,17 @@ class PerSampleBackward:
         """Return the gradients of a use; none if the rule does not apply."""
         observer.captured(use, g)
         try:
-            return use.forms(g, self.uses.samples, layout, validating=True)
+            return self._forms(use, g, layout, validating=True)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of any kind: a rule may fail on inputs that it was not written for
             observer.refused(use)
             return {}
+
+    def _forms(self, use: Use, g: Tensor, layout: Layout, **options: bool) -> dict[int, Form]:
+        """Return the gradients of what this process has of the parameters: all of it, but in tensor parallelism."""
+        forms = use.forms(g, self.uses.samples, layout, **options)
+        return {i: own_part(form, self.parameters[i]) for i, form in forms.items()} if self._hooks.in_parts else forms
 
     @torch.no_grad()
     def _finish(
@@ -276,13 +286,6 @@ def largest_scale(cotangent: Tensor) -> float | None:
     """Return the largest power of two by which a cotangent may be multiplied in float16; None if it is zero."""
     largest = float(cotangent.abs().amax()) if cotangent.numel() else 0.0
     return 2.0 ** math.floor(math.log2(_LARGEST / largest)) if largest else None
-
-
-def involves_half(parameters: Iterable[Tensor], device: torch.device) -> bool:
-    """Return whether float16 is used: by a parameter, or by autocast."""
-    kind = device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return autocast or torch.float16 in {*map(_DTYPE, parameters)}
 
 
 class BatchBackward:

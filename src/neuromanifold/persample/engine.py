@@ -139,7 +139,7 @@ class PerSampleGradients:
         dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
         self.names, self.parameters = list(parameters), list(parameters.values()) if shards is None else shards.whole
         self.hooks = Hooks(model, self.parameters, None if shards is None else shards.held)
-        self.findings = Findings()
+        self.findings = Findings(excluded=frozenset() if shards is None else shards.partial)
         self._numbers = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._batch_dim, self._wants_tokens, self._shards = batch_dim, tokens, shards
 

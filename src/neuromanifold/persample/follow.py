@@ -383,6 +383,13 @@ def _added_to_rows(op: _Followed) -> list[Place]:
     return [into, op.owners.to(index.device)[index]]
 
 
+@_of("_ToTorchTensorBackward", "_FromTorchTensorBackward", "RedistributeBackward")
+def _distributed(op: _Followed) -> list[Place]:
+    """Between a DTensor and a part of it, which has all samples."""
+    known = type(op.node)._forward_cls.__module__.startswith("torch.distributed.tensor.")
+    return op.first_only(known and op.keeps_size)
+
+
 @_of("GroupedMm")
 def _multiplied_in_groups(op: _Followed) -> list[Place]:
     return op.first_only(op.dim == 0 and len(op.out) == 2)

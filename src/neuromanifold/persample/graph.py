@@ -244,14 +244,12 @@ class Graph:
             for i, (below, output) in enumerate(node.next_functions):
                 if below is None:
                     part.append(None)
-                elif below in users:
-                    users[below].append((node, i))
-                    part += (numbers[below], output)
-                else:
-                    users[below] = [(node, i)]
-                    numbers[below] = len(numbers)
+                    continue
+                if below not in users:
+                    users[below], numbers[below] = [], len(numbers)
                     waiting.append(below)
-                    part += (numbers[below], output)
+                users[below].append((node, i))
+                part += (numbers[below], output)
             parts.append(tuple(part))
         return cls(users, _canonical(samples, tuple(parts)), tuple(leaves), by_values)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from neuromanifold.persample.rules import Place, Rule, find_rule, parametrized_places, parametrized_rule
+from neuromanifold.persample.shards import is_distributed
 
 _PLAIN = (int, float, str, tuple, list, type(None))
 _FREED = torch.empty(0)
@@ -112,6 +113,8 @@ class Hooks:
         for module in model.modules():
             if (owner := _hooked(len(self.modules), module, numbers, parameters)) is not None:
                 self.modules.append(owner)
+        self.in_parts = any(map(is_distributed, model.parameters()))
+        """Whether what is captured may be a part of a tensor, as in tensor parallelism."""
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self.captures: list[Capture] = []
         self.root = torch.empty(0, requires_grad=True)

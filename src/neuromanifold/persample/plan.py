@@ -25,6 +25,7 @@ from neuromanifold.persample.graph import BroadcastSite, Graph, Site, broadcast_
 from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.places import ROWS, SHARED, UNKNOWN, Layout, Place, owners, stacked
 from neuromanifold.persample.rules import Call, NotApplicableError
+from neuromanifold.persample.shards import is_distributed
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")
@@ -221,7 +222,7 @@ def discover(
     for node, i in leaves:
         shape = parameters[i].shape
         direct = None
-        if i not in excluded and i not in unsupported:
+        if i not in excluded and i not in unsupported and not is_distributed(parameters[i]):
             direct = _sites(node, shape, samples, graph, following)
         if direct is None:
             remaining.append(i)

@@ -25,7 +25,7 @@ from neuromanifold.persample.gradients import Dense, Form, root_mean_square
 from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.places import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses, combinations, preferred
-from neuromanifold.persample.shards import LayerSums, Shards, any_process, union_of_processes
+from neuromanifold.persample.shards import Shards, any_process, union_of_processes
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
@@ -52,10 +52,11 @@ class Reference:
             found = torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
             return cls(_some(logits), {i: dense(g).detach() for i, g in enumerate(found) if g is not None})
         parts: dict[int, Tensor] = {}
-        layers = LayerSums(shards, lambda i, _, part: parts.update({i: part}))
+        layers = shards.sums(lambda i, _, part: parts.update({i: part}))
         with shards.streamed(list(range(len(parameters))), lambda i, g: layers.put(i, "", g.to(promoted(g.dtype)))):
             torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
         layers.flush()
+        shards.compare(parts)
         return cls(_some(logits), parts, shards)
 
 
@@ -232,7 +233,7 @@ class _WeightedSums:
         self._weights, self._parameters, self._factor = weights, parameters, factor
         self._keeps, self.expected = expected is None, expected or {}
         self.shards = shards
-        self._layers = None if shards is None else LayerSums(shards, lambda i, _, part: self._compare(i, part))
+        self._layers = None if shards is None else shards.sums(lambda i, _, part: self._compare(i, part))
         self._waiting: list[tuple[int, Form]] = []
         self.totals: dict[int, Tensor] = {}
         self.differences: dict[int, Tensor] = {}  # ‖Σ c_n g_n - expected‖
@@ -257,7 +258,7 @@ class _WeightedSums:
 
     @torch.no_grad()
     def _add(self, i: int, form: Form) -> None:
-        shape = self._parameters[i].shape
+        shape = (self._parameters[i] if self.shards is None else self.shards.squared(i)).shape
         try:
             if form.samples != len(self._weights) or form.shape.numel() != shape.numel():
                 raise ValueError("Not the gradients of these samples.")

@@ -7,11 +7,12 @@ tensor                 model(tensor)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from neuromanifold.core.checks import message
 
 T = TypeVar("T")
+_DTYPE = attrgetter("dtype")
 _SMALL = 64  # numbers of a tensor that are compared
 
 
@@ -41,12 +43,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Move all tensors, and all objects that have a `to` of their own, to a device."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
-            return value.to(device) if _moves_itself(value) else map_tensors(move, value, _moves_itself)
-
+        move = partial(_moved, device=device)
         kwargs = {key: move(value) for key, value in self.kwargs.items()} if self.kwargs else {}
         labels = None if self.labels is None else move(self.labels)
         return Batch(tuple(map(move, self.args)), kwargs, labels, self.number)
@@ -73,21 +70,43 @@ class SomeSamples(NamedTuple):
     samples: int  # of the batch
     rows: Tensor
 
+    def taken(self, batch_dim: int = 0) -> Taken:
+        """Cut them out of their batch."""
+        dims = [dim for _, dim in _tensors_and_dims(self.batch, self.samples, batch_dim)]
+        return Taken(self.batch.cut(self.samples, self.rows, batch_dim), dims)
 
-def gather(parts: list[SomeSamples], batch_dim: int = 0) -> Batch:
+
+class Taken(NamedTuple):
+    """Samples that were cut out of a batch."""
+
+    batch: Batch
+    dims: list[int | None]  # which holds the samples, for each tensor; where there are few, it could not be found again
+
+    def only(self, rows: Tensor) -> Batch:
+        """Some of these samples."""
+        dims = iter(self.dims)
+
+        def slice_of(tensor: Tensor) -> Tensor:
+            dim = next(dims)
+            return tensor if dim is None else _slice(tensor, dim, rows)
+
+        args, kwargs, labels = map_tensors(slice_of, _contents(self.batch))
+        return Batch(args, kwargs, labels, self.batch.number)
+
+
+def gather(parts: list[Taken]) -> Batch:
     """Join samples of batches of the same kind; tensors in which samples cannot be found are those of the first."""
-    cuts = [part.batch.cut(part.samples, part.rows, batch_dim) for part in parts]
-    if len(cuts) == 1:
-        return cuts[0]
-    own = [_tensors_and_dims(part.batch, part.samples, batch_dim) for part in parts]
-    found = iter(zip(zip(*(tensors_in(_contents(cut)) for cut in cuts), strict=True), own[0], strict=True))
+    first, dims = parts[0]
+    if len(parts) == 1:
+        return first
+    found = iter(zip(zip(*(tensors_in(_contents(part.batch)) for part in parts), strict=True), dims, strict=True))
 
     def join(_: Tensor) -> Tensor:
-        tensors, (_, dim) = next(found)
+        tensors, dim = next(found)
         return tensors[0] if dim is None else torch.cat(tensors, dim)
 
-    args, kwargs, labels = map_tensors(join, _contents(cuts[0]))
-    return Batch(args, kwargs, labels, cuts[0].number)
+    args, kwargs, labels = map_tensors(join, _contents(first))
+    return Batch(args, kwargs, labels, first.number)
 
 
 def same_kind(batch: Batch, samples: int, batch_dim: int = 0) -> object:
@@ -136,6 +155,14 @@ def _is_object(value: object) -> bool:
     if isinstance(value, other) or is_dataclass(value) or not hasattr(value, "__dict__"):
         return False
     return not any(isinstance(entry, nn.Module) for entry in vars(value).values())
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if _moves_itself(value):
+        return value.to(device)
+    return map_tensors(partial(_moved, device=device), value, _moves_itself)
 
 
 def _moves_itself(value: object) -> bool:
@@ -234,3 +261,9 @@ def model_device(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def dtypes_in_use(parameters: Iterable[Tensor], device: torch.device) -> set[torch.dtype]:
+    """The dtypes that a model computes in: those of its parameters, and that of autocast where it is on."""
+    autocast = {torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set()
+    return {*map(_DTYPE, parameters), *autocast}

@@ -15,7 +15,7 @@ from torch import Tensor
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import message
 from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.estimators import Estimator, NoiseFactors
+from neuromanifold.estimators import Apart, Estimator, NoiseFactors
 from neuromanifold.kernels.values import Probe
 from neuromanifold.problem.outputs import Outputs
 
@@ -83,7 +83,7 @@ class LateValidation:
         """The core of these outputs, of batch `number`; on a GPU, whether labels are classes is read later."""
         core = self.unchecked(rows, number)
         if core is None:
-            return _named(number, lambda: self.likelihood(rows))
+            return self._named(rows, number)
         extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
         self.check_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
@@ -92,7 +92,17 @@ class LateValidation:
         """The core where the search can be left for later, by `check_later`; None where it cannot."""
         if outputs.device.type == "cpu" or self.likelihood not in (Categorical, Bernoulli, Gaussian):
             return None
-        return _named(number, lambda: self.likelihood(outputs, validate=False))  # type: ignore[call-arg]
+        return self._named(outputs, number, validate=False)
+
+    def _named(self, outputs: Tensor, number: int, **options: bool) -> Core:
+        """Make a core; an error begins with the batch's number."""
+        try:
+            core = self.likelihood(outputs, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Batch {number} of `data`: {error}") from error
+        if not isinstance(core, Core):
+            raise TypeError(message("likelihood", "a function from outputs to a core", f"one to {type(core).__name__}"))
+        return core
 
     @contextmanager
     def postponed(self) -> Iterator[list[Found]]:
@@ -166,17 +176,6 @@ def _raise_if_bad(batch: tuple[_Answer, Found, int] | None) -> None:
     raise ValueError(where + message("logits", expected, got, advice))
 
 
-def _named(number: int, make: Callable[[], Core]) -> Core:
-    """Put the batch's number in front of an error."""
-    try:
-        core = make()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Batch {number} of `data`: {error}") from error
-    if not isinstance(core, Core):
-        raise TypeError(message("likelihood", "a function from outputs to a core", f"one to {type(core).__name__}"))
-    return core
-
-
 class Cotangent(NamedTuple):
     """One cotangent of a batch, which has one backward pass."""
 
@@ -185,6 +184,7 @@ class Cotangent(NamedTuple):
     to_come: int  # how many cotangents of the batch are still to come, this one included
     passes: int = 1  # how many there are
     weights: Tensor | None = None  # [B] 1/π, for samples that were kept with probability π
+    apart: Apart | None = None  # samples whose squares have another noise
 
 
 def cotangents(
@@ -218,6 +218,13 @@ def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float) -> Iter
         batch, sample, token = one.noise_factors
         factors = NoiseFactors(mean_keep * batch + missed, mean_keep * sample + missed, token)
         yield one._replace(values=values, noise_factors=factors, weights=1 / keep)
+
+
+def with_eigenvectors(drawn: Iterator[Cotangent], columns: Tensor, apart: Apart) -> Iterator[Cotangent]:
+    """Cotangents of a single pass, in which some samples have ±√λ₁v₁ [k, C] in place of a probe: without noise."""
+    for one in drawn:
+        columns, rows = columns.to(one.values.dtype), apart.rows.to(one.values.device)
+        yield one._replace(values=one.values.index_copy(0, rows, columns), apart=apart)
 
 
 def _fused(

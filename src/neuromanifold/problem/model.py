@@ -112,6 +112,12 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(kind) and any(isinstance(module, kind) for module in model.modules())
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether some of the model's parameters are DTensors that FSDP2 has not made."""
+    part = _loaded_class("torch.distributed.tensor", "DTensor")
+    return bool(part) and not is_sharded(model) and any(isinstance(one, part) for one in model.parameters())
+
+
 def reshard(model: nn.Module) -> None:
     """Divide again what FSDP2 has left whole, such as the root module's parameters after a forward pass alone."""
     kind = _loaded_class("torch.distributed.fsdp", "FSDPModule")
@@ -123,17 +129,17 @@ def reshard(model: nn.Module) -> None:
 def check_whole(model: nn.Module, chosen: Mapping[str, nn.Parameter], *, shards: bool = False) -> None:
     """Refuse parameters of which this process has only a part, or none: their gradients would be wrong, or missing.
 
-    `shards`: the caller can do with those of FSDP2, each process with its part.
+    `shards`: the caller can do with those of FSDP2 or tensor parallelism, each process with its part.
     """
     advice = "Use a model that is whole on each process: over several GPUs by device_map, or in parts by `parameters`. "
-    advice += "fisher_diagonal and fisher_trace take models in FSDP2 (fully_shard)."
-    shards, part = shards and is_sharded(model), _loaded_class("torch.distributed.tensor", "DTensor")
+    advice += "fisher_diagonal and fisher_trace take models in FSDP2 (fully_shard) or tensor parallelism."
+    fully, part = is_sharded(model), _loaded_class("torch.distributed.tensor", "DTensor")
     for name, parameter in model.named_parameters():
         divided = isinstance(parameter, part)
         if divided and not shards:
             got = f"{plain_name(name)!r} sharded over processes (fully_shard or tensor parallel)"
             raise ValueError(message("model", "whole on each process", got, advice))
-        if shards and not divided and name in chosen:
+        if shards and fully and not divided and name in chosen:
             expected = "in FSDP2 with all of the chosen parameters"
             raise ValueError(message("model", expected, f"{name!r}, which is whole on each process"))
     older = _loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")

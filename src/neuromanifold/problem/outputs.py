@@ -274,7 +274,8 @@ def _find_logits(output: object) -> Tensor:
         expected = "a tensor, a tuple that begins with one, or an object with .logits"
         advice = "Wrap the model in a module that returns its logits."
         raise TypeError(message("model's output", expected, type(output).__name__, advice))
-    return logits
+    whole: Tensor = logits.full_tensor() if hasattr(logits, "full_tensor") else logits  # of a tensor-parallel model
+    return whole
 
 
 def next_labels(labels: Tensor, fill: int) -> Tensor:

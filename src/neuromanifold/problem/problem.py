@@ -36,6 +36,7 @@ from neuromanifold.problem.model import (
     check_whole,
     forward_signature,
     is_sharded,
+    is_tensor_parallel,
     only_argument,
     reshard,
     select_parameters,
@@ -83,7 +84,7 @@ class Problem:
         """Check all arguments that can be checked without a batch; they are those of `nm.fisher_diagonal`.
 
         `model` may be a function of (parameters, *inputs) if `parameters` is a dict of its tensors.
-        `shards`: it may be in FSDP2, whose parameters are divided among processes.
+        `shards`: it may be in FSDP2 or tensor parallel, with parameters that are divided among processes.
         """
         model = without_ddp(model) if isinstance(model, nn.Module) else model
         module = as_module(model, parameters)
@@ -106,8 +107,13 @@ class Problem:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether FSDP2 has divided the parameters among processes."""
-        return is_sharded(self.model)
+        """Whether FSDP2 or tensor parallelism has divided the parameters among processes."""
+        return is_sharded(self.model) or self.tensor_parallel
+
+    @cached_property
+    def tensor_parallel(self) -> bool:
+        """Whether all processes are one replica, each with a part of the parameters."""
+        return is_tensor_parallel(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -253,7 +259,7 @@ class Problem:
         """Warn of outputs and labels that look wrong, and of samples that influence each other.
 
         For the first batch of a call, in a session: it takes forward passes of three samples, and waits for a GPU.
-        Of a model in FSDP2, which all processes must run together, only the outputs are looked at.
+        Of a model that all processes must run together, only the outputs are looked at.
         Returns whether the batch has at least two samples that count: else a later one has more to say.
         """
         if not len(outputs.logits):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from neuromanifold.core import Bernoulli, Categorical, Core
-from neuromanifold.problem.batches import Batch, sample_dim
+from neuromanifold.problem.batches import Batch, dtypes_in_use, sample_dim
 from neuromanifold.problem.outputs import Outputs, SamplesElsewhereError
 from neuromanifold.problem.unchanged import model_states
 
@@ -225,9 +225,7 @@ def same_logits(problem: Problem, found: Tensor, expected: Tensor, valid: Tensor
         found, expected = found[valid], expected[valid]
     if not expected.numel():
         return True
-    device, dtypes = expected.device.type, {expected.dtype, *(p.dtype for p in problem.model.parameters())}
-    if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
+    dtypes = {expected.dtype, *dtypes_in_use(problem.model.parameters(), expected.device)}
     size = expected.abs()
     ordinary = torch.where(expected >= expected.amax(-1, keepdim=True) - 100, size, 0).amax()
     allowed = max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes) * torch.maximum(size, ordinary)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.core.checks import Reduction, check_reduction, message
+from neuromanifold.core.checks import Reduction, check_reduction, listed, message
 from neuromanifold.results.comparison import Comparison, compare
 from neuromanifold.results.drawing import drawing
 from neuromanifold.results.error_bars import ErrorBars, coarser, converted, entry_noise, row_sums
@@ -268,9 +268,7 @@ class DiagonalFisher(Reducible, Scalable, Viewed, Mapping[str, Tensor]):
         squared: dict[str, list[str]] = {}
         for name in self:
             squared.setdefault(self.provenance.granularity.get(name, ""), []).append(name)
-        shown = {
-            how: ", ".join(n[:3]) + (f" and {len(n) - 3} more" if len(n) > 3 else "") for how, n in squared.items()
-        }
+        shown = {how: listed(names, 3) for how, names in squared.items()}
         lines = []
         if "token" in squared:
             lines.append(f"squared per token, with less noise than per {self.provenance.unit}: {shown['token']}")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 from pathlib import Path
@@ -57,11 +56,10 @@ class _Part(NamedTuple):
 
 
 class CheckpointedRun:
-    """The state of one process of a run, and its file; without a `checkpoint` nothing is kept, and nothing was done."""
+    """The state of one process of a run, and its file."""
 
-    def __init__(self, checkpoint: Checkpoint | None, method: Method, sums: GradientSums, counts: Counts) -> None:
-        self._checkpoint, self.is_kept = checkpoint or Checkpoint(os.devnull), checkpoint is not None
-        self.path = self._checkpoint.file(0)
+    def __init__(self, checkpoint: Checkpoint, method: Method, sums: GradientSums, counts: Counts) -> None:
+        self._checkpoint, self.path = checkpoint, checkpoint.file(0)
         self._method, self._sums, self._counts = method, sums, counts
         self._identity: dict[str, Any] = {}
         self._own = _Part(0, -1, "", "")
@@ -76,8 +74,6 @@ class CheckpointedRun:
 
         A file of a run that has failed in its first batch holds nothing, and is no reason to refuse another run.
         """
-        if not self.is_kept:
-            return
         assert isinstance(self._sums, SharedSums)
         self._identity = identity_of(self._method, self._sums, shard)
         self._identity["processes with data of their own"] = processes.world if own_data else None
@@ -163,7 +159,7 @@ class CheckpointedRun:
 
     def write(self) -> None:
         """Between batches.  A run need not die because the disk is full: the file before is still there."""
-        if not self.is_kept or self._own.done == self._written:
+        if self._own.done == self._written:
             return
         try:
             self._save()

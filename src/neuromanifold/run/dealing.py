@@ -42,6 +42,12 @@ class Dealing:
     rank: int = 0
     world: int = 1
     own_data: bool = False
+    one_replica: bool = False  # all processes do the same batches, as in tensor parallelism
+
+    @property
+    def at_once(self) -> int:
+        """How many batches all processes do at the same time."""
+        return 1 if self.one_replica else self.world
 
     @property
     def compares(self) -> bool:
@@ -58,7 +64,7 @@ class Dealing:
 
     def is_mine(self, place: int) -> bool:
         """Whether this process does a window of the shard."""
-        return self.own_data or self.turn(place)[1] == self.rank
+        return self.own_data or self.one_replica or self.turn(place)[1] == self.rank
 
     def turn(self, place: int) -> tuple[int, int]:
         """In which round of the processes a window is done, and by which of them."""
@@ -113,7 +119,9 @@ class Window(NamedTuple):
 class DealtWindows:
     """The windows of this process.  Batches of others are read, too: all have to be what they were."""
 
-    def __init__(self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun) -> None:
+    def __init__(
+        self, items: Iterator[object], dealing: Dealing, processes: Processes, saved: CheckpointedRun | None
+    ) -> None:
         self._items, self._dealing, self._processes, self._saved = items, dealing, processes, saved
         self._chain = Chain(2 * dealing.window * dealing.world)
         self.end = 0
@@ -123,8 +131,8 @@ class DealtWindows:
 
     def __iter__(self) -> Iterator[Window]:
         """Go through the data."""
-        size, place, resumed = self._dealing.window, 0, self._saved.ends_at > 0
-        chained = self._saved.is_kept or self._dealing.compares
+        size, place, saved = self._dealing.window, 0, self._saved
+        chained = saved is not None or self._dealing.compares
         while window := list(islice(self._items, size)):
             if not place:
                 self.first = fingerprint(("batch", window[0]), most=OF_A_BATCH)
@@ -134,14 +142,15 @@ class DealtWindows:
                 if chained:
                     self._extend_chain(numbered)
                 if self._dealing.is_mine(place):
-                    if resumed:
-                        numbered = [one for one in numbered if not self._saved.was_done(one[0])]
+                    if saved is not None:
+                        numbered = [one for one in numbered if not saved.was_done(one[0])]
                     yield Window(place, self.end, numbered)
             place += 1
 
     def note_done(self, window: Window) -> None:
         """Take note of a window that has been added to the sums."""
-        self._saved.note_done([number for number, _ in window.items], self._chain.value)
+        if self._saved is not None:
+            self._saved.note_done([number for number, _ in window.items], self._chain.value)
 
     def compare(self, ended: bool) -> None:
         """Raise an error if the processes had different batches; `ended`: this one has had all of its data."""
@@ -151,7 +160,9 @@ class DealtWindows:
     def _extend_chain(self, numbered: list[tuple[int, object]]) -> None:
         for number, item in numbered:
             begins = not self._chain.value
-            self._saved.compare(number, self._chain.extend(number, item), begins)
+            value = self._chain.extend(number, item)
+            if self._saved is not None:
+                self._saved.compare(number, value, begins)
 
 
 _SAME = "the same batches in the same order on all processes"
@@ -160,11 +171,19 @@ _ADVICE += "which any other has, say so: distributed='own data'."
 
 
 def deal(
-    items: Iterator[object], processes: Processes, method: Method, sums: GradientSums, options: LoopOptions
+    items: Iterator[object],
+    processes: Processes,
+    method: Method,
+    sums: GradientSums,
+    options: LoopOptions,
+    one_replica: bool = False,
 ) -> tuple[Iterator[object], Dealing]:
-    """Return the items, and how they are dealt, after comparing what all processes are about to do."""
+    """Return the items, and how they are dealt, after comparing what all processes are about to do.
+
+    `one_replica`: all processes do the same batches.
+    """
     window, problem = method.settings.estimator.window, method.problem
-    dealing = Dealing(options.shard, window, processes.rank, processes.world)
+    dealing = Dealing(options.shard, window, processes.rank, processes.world, one_replica=one_replica)
     if not processes.several:
         return items, dealing
     head = list(islice(items, 1))
@@ -172,6 +191,9 @@ def deal(
     identity = identity_of(method, sums, options.shard, most=_COMPARED)
     identity |= {"checkpoint": options.checkpoint is not None, "on_interrupt": options.on_interrupt}
     own_data = _agree(processes, options.distributed, problem.data, first, identity, problem.device)
+    if own_data and one_replica:
+        advice = "Leave out the DistributedSampler, or distributed='own data': each process has a part of each layer."
+        raise ValueError(message("data", "the same on all processes of a tensor-parallel model", "a part each", advice))
     return chain(head, items), replace(dealing, own_data=own_data)
 
 

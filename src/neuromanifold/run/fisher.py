@@ -15,7 +15,7 @@ from neuromanifold._version import __version__
 from neuromanifold.core import Categorical
 from neuromanifold.core.checks import Reduction, check_reduction, finite_number, message, warn
 from neuromanifold.estimators import Adaptive, Estimator, Hutchinson
-from neuromanifold.persample.accumulate import DiagonalSums, TraceSums
+from neuromanifold.persample.accumulate import DiagonalSums, TraceOfParts, TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
 from neuromanifold.persample.shards import Shards
 from neuromanifold.problem.cotangents import Likelihood
@@ -158,7 +158,11 @@ def diagonal_of(
     """Return the diagonal of a problem whose arguments have been checked."""
     random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     parameters = list(problem.parameters.values())
-    kind = choose_error_bars(error_bars, sum(map(Tensor.numel, parameters)), rtol)
+    if problem.tensor_parallel and error_bars == "rows":
+        advice = "Rows of weights are divided among processes: leave it out, or give True or False."
+        raise ValueError(message("error_bars", "those of entries for a tensor-parallel model", "'rows'", advice))
+    entries = 0 if problem.tensor_parallel else sum(map(Tensor.numel, parameters))
+    kind = choose_error_bars(error_bars, entries, rtol)
     if problem.sharded:
         return _sharded_diagonal(problem, settings, options, view, rtol, kind)
     sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
@@ -187,7 +191,7 @@ def _sharded_diagonal(
 ) -> ShardedFisher:
     """Return the diagonal of a model in FSDP2, of which each process has its part."""
     random = settings.estimator.noise_factor > 0
-    with sharded(problem, options) as shards:
+    with sharded(problem, settings, options) as shards:
         sums = ShardedSums(shards, fourth_powers=kind if random else False)
         counts = _run(problem, settings, sums, options, rtol, shards)
         names, provenance = list(problem.parameters), make_provenance(problem, settings, counts, options.shard)
@@ -244,7 +248,9 @@ def fisher_trace(
     sums = TraceSums(estimator.noise_factor)
     with loading_offloaded(model, parameters):
         problem = Problem.of(*arguments, shards=True)
-        with sharded(problem, options) if problem.sharded else nullcontext() as shards:
+        with sharded(problem, settings, options) if problem.sharded else nullcontext() as shards:
+            if shards and shards.one_replica:
+                sums = TraceOfParts(estimator.noise_factor, shards)
             counts = _run(problem, settings, sums, options, rtol, shards)
         provenance = make_provenance(problem, settings, counts, options.shard)
     provenance = replace(provenance, weights=shards.fingerprint) if shards else provenance

@@ -13,7 +13,7 @@ A run is shared by the processes of torch.distributed, of which there may be one
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Adaptive
@@ -58,10 +58,11 @@ def run(
         items = problem.items(progress=bar, description=options.description)
         items, dealing = deal(items, processes, method, sums, options)
         steps = Steps(method, sums, counts, dealing, options.cuda_graphs)
-        saved = CheckpointedRun(options.checkpoint, method, sums, counts)
-        saved.resume(processes, options.shard, dealing.own_data)
+        saved = CheckpointedRun(options.checkpoint, method, sums, counts) if options.checkpoint else None
+        if saved is not None:
+            saved.resume(processes, options.shard, dealing.own_data)
         windows = DealtWindows(items, dealing, processes, saved)
-        stopping = Stopping(accuracy, counts, sums, processes, dealing, saved.begins_at)
+        stopping = Stopping(accuracy, counts, sums, processes, dealing, saved.begins_at if saved else 0)
         reporter = Reporter(options.progress if processes.rank == 0 else False)
         with method.attached(), interrupts.watched():
             try:
@@ -70,7 +71,8 @@ def run(
                 if interrupts.in_batch or not interrupts.wanted:
                     raise  # sums may hold a part of the batch: the checkpoint that was written before it remains
                 steps.synchronize()
-                saved.write()
+                if saved is not None:
+                    saved.write()
                 some = counts.batches or processes.several
                 if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
                     raise
@@ -90,7 +92,7 @@ def run(
 def _go_through(
     windows: DealtWindows,
     steps: Steps,
-    saved: CheckpointedRun,
+    saved: CheckpointedRun | None,
     stopping: Stopping,
     reporter: Reporter,
     interrupts: Interrupts,
@@ -102,17 +104,18 @@ def _go_through(
                 steps(window)
                 windows.note_done(window)
                 reporter.batch_done(stopping.progress)
-                if saved.is_due:
+                if saved is not None and saved.is_due:
                     steps.synchronize()
                     saved.write()
             stopping.after(window)
-        if stopping.reason and window.end >= saved.ends_at:
+        if stopping.reason and (saved is None or window.end >= saved.ends_at):
             break
     stopping.after_the_data()
     with interrupts.held_back():
         steps.synchronize()
-        saved.check_length(windows.end)
-        saved.write()
+        if saved is not None:
+            saved.check_length(windows.end)
+            saved.write()
 
 
 class Steps:
@@ -129,14 +132,14 @@ class Steps:
         captures = cuda_graphs is True or (cuda_graphs == "auto" and method.problem.device.type == "cuda")
         self._captured = CapturedSteps(method, sums, cuda_graphs) if captures else None
         adaptive = isinstance(method.settings.estimator, Adaptive)
-        self._do_passes = AdaptiveSteps(method, sums, counts) if adaptive else partial(map, self._one)
+        self._do_passes = AdaptiveSteps(method, sums, counts) if adaptive else self._one_by_one
         # With the method of an earlier run, its warnings have been given already.
         self._inspected, self._left_to_autograd = method.passes > 0, method.left_to_autograd
 
     def __call__(self, window: Window) -> None:
         """Do the passes of all batches of a window, and count them."""
-        batches = [self._method.problem.read(item, number) for number, item in window.items]
-        for batch, outputs in zip(batches, self._do_passes(batches), strict=True):
+        batches = (self._method.problem.read(item, number) for number, item in window.items)
+        for batch, outputs in self._do_passes(batches):
             self._examine(batch, outputs)
             self._counts.add(outputs)
             self._counts.end_batch(window.end)
@@ -149,6 +152,9 @@ class Steps:
         self._method.validation.flush()
         self._counts.note(self._method)
         self._counts.synchronize()
+
+    def _one_by_one(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Outputs]]:
+        return ((batch, self._one(batch)) for batch in batches)
 
     def _one(self, batch: Batch) -> Outputs:
         """Do the passes of a single batch, and return its outputs without their activations."""

@@ -16,11 +16,11 @@ from typing_extensions import override
 from neuromanifold.core.checks import warn
 from neuromanifold.estimators import Adaptive, Estimator, Exact
 from neuromanifold.persample.accumulate import GradientSums, Pass
-from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward, involves_half
+from neuromanifold.persample.backward import BatchBackward, HalfPrecisionScale, PerSampleBackward
 from neuromanifold.persample.engine import Again, PerSampleGradients
 from neuromanifold.persample.shards import Shards
-from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents, weighted
+from neuromanifold.problem.batches import Batch, dtypes_in_use
+from neuromanifold.problem.cotangents import Cotangent, batch_seed, by_position, by_sample, cotangents
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.problem import Problem
 from neuromanifold.problem.unchanged import CarriedState, model_states
@@ -75,20 +75,17 @@ class Method(ABC):
         """Set the generator to the noise of batch `number`."""
         self.generator.manual_seed(batch_seed(self.settings.seed, number))
 
-    def backward(
-        self,
-        outputs: Outputs,
-        sums: GradientSums,
-        estimator: Estimator | None = None,
-        keep: Tensor | None = None,
-        mean_keep: float = 1.0,
-    ) -> None:
-        """Send all cotangents of an estimator back, and accumulate the squares of their gradients.
+    def cotangents(self, outputs: Outputs, estimator: Estimator | None = None) -> Iterator[Cotangent]:
+        """Draw all cotangents of an estimator; without one, of that of the run."""
+        return cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
 
-        `keep`: the probabilities [B] with which samples were kept; their cotangents are then `weighted`.
-        """
-        drawn = cotangents(outputs, estimator or self.settings.estimator, self.generator, self.validation)
-        self._add(outputs, drawn if keep is None else weighted(drawn, keep, mean_keep), sums)
+    def backward(self, outputs: Outputs, sums: GradientSums, estimator: Estimator | None = None) -> None:
+        """Send all cotangents of an estimator back, and accumulate the squares of their gradients."""
+        self.send(outputs, self.cotangents(outputs, estimator), sums)
+
+    def send(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
+        """Send cotangents back, and accumulate the squares of their gradients."""
+        self._add(outputs, drawn, sums)
         sums.end_batch()
 
     def end_batch(self, batch: Batch) -> None:
@@ -143,7 +140,7 @@ class PerBatch(Method):
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
         super().__init__(problem, settings)
-        half = involves_half(problem.model.parameters(), problem.device)
+        half = torch.float16 in dtypes_in_use(problem.model.parameters(), problem.device)
         self._backward = BatchBackward(list(problem.parameters.values()), half)
 
     @override
@@ -191,7 +188,7 @@ class PerSample(Method):
         tokens = tokens and granularity == "auto" and _independent_tokens(estimator)
         parameters = problem.parameters
         self.engine = PerSampleGradients(problem.model, parameters, problem.batch_dim, tokens=tokens, shards=shards)
-        self._scale = HalfPrecisionScale(involves_half(problem.model.parameters(), problem.device))
+        self._scale = HalfPrecisionScale(torch.float16 in dtypes_in_use(problem.model.parameters(), problem.device))
         # Exact columns have no random signs: in the square of their sum over positions, cross terms would not vanish.
         self._positions_apart = isinstance(estimator, Exact)
         self._remaining_per_batch = estimator.centred and granularity == "auto"
@@ -328,8 +325,8 @@ class PerSample(Method):
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._remaining_per_batch and remaining:
                 sums.add(gradients, made_by)
-            for single in by_sample(values) if one_by_one else ():
-                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_one_sample)
+            for n, single in enumerate(by_sample(values) if one_by_one else ()):
+                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_sample(n))
                 self.passes += 1
             sums.end_pass()
             self.passes += 1
@@ -340,7 +337,7 @@ class PerSample(Method):
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
-        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights)
+        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights, cotangent.apart)
 
     def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
         """Return how many times larger a cotangent should be where float16 is involved."""

@@ -11,7 +11,8 @@ from neuromanifold.core import Categorical
 from neuromanifold.core.checks import message, promoted, random_seed
 from neuromanifold.estimators import Estimator, Hutchinson
 from neuromanifold.persample.accumulate.base import zero_sums
-from neuromanifold.persample.backward import BatchBackward, involves_half
+from neuromanifold.persample.backward import BatchBackward
+from neuromanifold.problem.batches import dtypes_in_use
 from neuromanifold.problem.cotangents import LateValidation, Likelihood, batch_seed, cotangents
 from neuromanifold.problem.model import Selection, check_whole, select_parameters
 from neuromanifold.problem.outputs import Outputs
@@ -61,7 +62,7 @@ class TrainingProbes:
         same = before is not None and list(map(id, before.parameters)) == list(map(id, parameters))
         if before is None or not same:
             before = self._backward = BatchBackward(parameters)
-        before.scale.half |= involves_half(parameters, device)
+        before.scale.half |= torch.float16 in dtypes_in_use(parameters, device)
         return before
 
 

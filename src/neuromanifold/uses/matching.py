@@ -20,16 +20,16 @@ _FINGERPRINTED = 1024  # numbers of each parameter, as in a result's provenance
 _ADVICE = "Make one with nm.fisher_diagonal(model, data), or read one with nm.load."
 
 
-def matched(fim: DiagonalFisher, tensors: Mapping[str, Tensor], argument: str = "fim") -> dict[str, str]:
+def matched(fim: DiagonalFisher, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return for each parameter of the result the name that it has among `tensors`.
 
     A parameter that is not there, or has another shape, is an error that lists the first few differences.
     """
-    check_diagonal(fim, argument)
+    check_diagonal(fim)
     shapes = {name: values.shape for name, values in fim.sums.items()}
     advice = f"It was made for {fim.provenance.model or 'another model'}; fim.filter(...) selects parameters."
     there = {name: t.shape for name, t in tensors.items()}
-    return matched_shapes(shapes, there, fim.provenance.tied, argument, RESULT, advice)
+    return matched_shapes(shapes, there, fim.provenance.tied, "fim", RESULT, advice)
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -199,11 +199,8 @@ def _kept(groups: Sequence[_Groups], sparsity: float, least: bool) -> list[Tenso
     """
     scores, ties = (torch.cat([getattr(g, name) for g in groups]) for name in ("scores", "ties"))
     lengths = [len(group.scores) for group in groups]
-    if least:
-        start = 0
-        for group in groups:
-            scores[start + int(group.scores.argmax())] = torch.inf
-            start += len(group.scores)
+    for part in torch.split(scores, lengths) if least else ():
+        part[part.argmax()] = torch.inf
     order = ties.argsort(stable=True)
     order = order[scores[order].argsort(stable=True)]
     sizes = torch.cat([torch.full_like(g.scores, g.size, dtype=torch.float64) for g in groups])[order].cumsum(0)

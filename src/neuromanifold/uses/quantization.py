@@ -67,7 +67,7 @@ class Format(NamedTuple):
         return rounded
 
 
-def parse_format(name: str, argument: str = "formats") -> Format:
+def parse_format(name: str) -> Format:
     """Return the format of a name such as "int4g64"."""
     if name in ("bf16", "fp16"):
         return Format(name, 16)
@@ -75,7 +75,7 @@ def parse_format(name: str, argument: str = "formats") -> Format:
         return Format(name, 8)
     found = re.fullmatch(r"int([2-8])(?:g(\d+))?", str(name))
     if found is None or (found[2] is not None and not int(found[2])):
-        raise ValueError(message(argument, _KNOWN, repr(name)))
+        raise ValueError(message("formats", _KNOWN, repr(name)))
     return Format(str(name), int(found[1]), int(found[2] or 32))
 
 

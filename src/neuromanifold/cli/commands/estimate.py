@@ -16,7 +16,7 @@ from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granu
 from neuromanifold.core.checks import message, one_of
 from neuromanifold.estimators import Adaptive
 from neuromanifold.problem.model import select_parameters
-from neuromanifold.results.diagonal import ShardedFisher, load_diagonal
+from neuromanifold.results.diagonal import DiagonalFisher, ShardedFisher, load_diagonal
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.fisher import fisher_diagonal
 from neuromanifold.run.settings import Checkpoint
@@ -97,70 +97,57 @@ def estimate_command(
 
         torchrun --nproc-per-node 8 -m neuromanifold estimate -m ./model -d reviews.csv -o fim.safetensors
     """
+    state = None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every)
     with process_group(setup.device) as own:
-        stopped = _estimate(
-            replace(setup, device=own.device), own, output, estimator, granularity, passes, rtol, strict, error_bars,
-            noise_seed, None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every), shard, no_progress,
-        )  # fmt: skip
-    if stopped.startswith("interrupted"):
+        if own.rank == 0:
+            check_output(output, checkpoint, setup.data)
+            if checkpoint is not None:
+                check_output(checkpoint, setup.data)
+        if strict and rtol is None:
+            raise ValueError(message("strict", "given together with --rtol", "no --rtol"))
+        bars = ERROR_BARS[one_of(error_bars, "--error-bars", *ERROR_BARS)]
+        if passes is not None and estimator != DEFAULT:
+            raise ValueError(message("passes", "given without --estimator", f"--estimator {estimator!r} as well"))
+        chosen = parse_estimator(estimator) if passes is None else Adaptive(passes)
+        squared, part = parse_granularity(granularity), parse_shard(shard)
+        fixed = "--checkpoint or --shard" if state is not None or part is not None else ""
+        setup = replace(setup, device=own.device)
+        model = setup.load_model(fixed_size="several processes" if own.several else fixed)
+        run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
+        entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
+        if own.rank == 0:
+            check_destination(output, 8 * entries)
+        data = setup.load_data(model, chosen.needs_labels, **run)
+        resumed, start = state is not None and bool(state.files()), time.monotonic()
+        with progress_bar(data, own.rank == 0 and not no_progress) as progress:
+            result = fisher_diagonal(
+                model.module,
+                data,
+                seed=setup.seed if noise_seed is None else noise_seed,
+                rtol=rtol,
+                progress=progress,
+                checkpoint=state,
+                shard=part,
+                on_interrupt="return",
+                error_bars=bars,
+                **run,
+            )
+        p, seconds = result.provenance, None if resumed else time.monotonic() - start
+        named = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
+        _write(named, output, own, state, seconds)
+    if p.stopped.startswith("interrupted"):
         raise typer.Exit(_INTERRUPTED)
-    if strict and "not reached" in stopped:
+    if strict and "not reached" in p.stopped:
         raise typer.Exit(_NOT_REACHED)
 
 
-def _estimate(
-    setup: Setup,
-    own: Launched,
-    output: Path,
-    estimator: str,
-    granularity: str,
-    passes: float | None,
-    rtol: float | None,
-    strict: bool,
-    error_bars: str,
-    noise_seed: int | None,
-    checkpoint: Checkpoint | None,
-    shard: str | None,
-    no_progress: bool,
-) -> str:
-    """Run the estimate in this process, and write and print the result in the first; return why it ended early."""
-    if own.rank == 0:
-        check_output(output, None if checkpoint is None else checkpoint.path, setup.data)
-        if checkpoint is not None:
-            check_output(Path(checkpoint.path), setup.data)
-    if strict and rtol is None:
-        raise ValueError(message("strict", "given together with --rtol", "no --rtol"))
-    bars = ERROR_BARS[one_of(error_bars, "--error-bars", *ERROR_BARS)]
-    if passes is not None and estimator != DEFAULT:
-        raise ValueError(message("passes", "given without --estimator", f"--estimator {estimator!r} as well"))
-    chosen = parse_estimator(estimator) if passes is None else Adaptive(passes)
-    squared, part = parse_granularity(granularity), parse_shard(shard)
-    fixed = "--checkpoint or --shard" if checkpoint is not None or part is not None else ""
-    model = setup.load_model(fixed_size="several processes" if own.several else fixed)
-    run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
-    entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
-    if own.rank == 0:
-        check_destination(output, 8 * entries)
-    data = setup.load_data(model, chosen.needs_labels, **run)
-    resumed, start = checkpoint is not None and bool(checkpoint.files()), time.monotonic()
-    with progress_bar(data, own.rank == 0 and not no_progress) as progress:
-        result = fisher_diagonal(
-            model.module,
-            data,
-            seed=setup.seed if noise_seed is None else noise_seed,
-            rtol=rtol,
-            progress=progress,
-            checkpoint=checkpoint,
-            shard=part,
-            on_interrupt="return",
-            error_bars=bars,
-            **run,
-        )
-    p, seconds = result.provenance, time.monotonic() - start
+def _write(
+    result: DiagonalFisher, output: Path, own: Launched, checkpoint: Checkpoint | None, seconds: float | None
+) -> None:
+    """Write and print the result, and remove the checkpoint of a finished run; `seconds`: None if it was resumed."""
+    p, divided = result.provenance, isinstance(result, ShardedFisher)
     interrupted = p.stopped.startswith("interrupted")
-    divided = isinstance(result, ShardedFisher)
     if own.rank == 0 or divided:
-        result = replace(result, provenance=p.named(f"{model.about} ({p.model})", data.about))
         result.save(output)
     own.barrier()  # checkpoints may go
     if checkpoint is not None and not interrupted:
@@ -168,12 +155,11 @@ def _estimate(
         if own.rank == 0:
             checkpoint.remove()
     if own.rank:
-        return p.stopped
+        return
     done, unit = (result.positions, p.position) if p.unit == "sequence" else (result.count, p.unit)
-    also: dict[str, object] = {} if resumed else {"time": f"{seconds:.3g} s, {done / seconds:,.3g} {unit}s/s"}
+    also: dict[str, object] = {"time": f"{seconds:.3g} s, {done / seconds:,.3g} {unit}s/s"} if seconds else {}
     also |= {"processes": own.world} if own.several else {}
     also["written"] = output
     if checkpoint is not None and interrupted:
         also["to resume"] = f"run the same command again ({checkpoint.path})"
     print_result(load_diagonal(output) if divided else result, only=_PRINTED, also=also)
-    return p.stopped

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from neuromanifold.core.checks import listed
 from neuromanifold.experiments.paper.columns import BASELINE, COLUMNS, EXACT, OURS, PAPER, Column, curve
 from neuromanifold.experiments.paper.folder import Folder
 from neuromanifold.experiments.paper.tasks import TASKS, PaperTask
@@ -166,8 +167,7 @@ def _details(one: TaskNumbers) -> str:
     said += [f"times on {one.device}"] if one.device else []
     lines = [f"{'In place of ' if a['own'] else ''}{one.task.title}: {a['model']}; {a['data']}", "; ".join(said)]
     if coarse := one.columns.get(OURS[-1].key, {}).get("without_rule", []):
-        shown = ", ".join(coarse[:2]) + (f" and {len(coarse) - 2} more" if len(coarse) > 2 else "")
-        lines.append(f"squared per batch in every row, since no per-sample rule applies: {shown}")
+        lines.append(f"squared per batch in every row, since no per-sample rule applies: {listed(coarse, 2)}")
     header = ["estimator", "per", "passes", *(_HEADS[group] for group in one.groups)]
     header += ["MAE", "rank corr.", "s/batch", "speed"]
     return "\n".join([*lines, text_table(header, [_row(one, column) for column in one.finished], left=2), ""])

@@ -65,7 +65,8 @@ class KroneckerFisher(StoredMetric):
     @property
     def structure(self) -> dict[str, str]:
         """How each parameter was done: the factors of its block, "dense", "diagonal", "unused" (no gradient came)."""
-        return {name: self._block_of(name).how for name in self.layout.shapes}
+        how = {name: block.how for block in self.blocks.values() for name in block.names}
+        return {name: how[name] for name in self.layout.shapes}
 
     @property
     def kronecker(self) -> KroneckerFisher:
@@ -268,15 +269,8 @@ class KroneckerFisher(StoredMetric):
         same = {name: first.setdefault(id(value), name) for name, value in tensors.items()}
         tensors = {name: tensors[name] for name in first.values()}
         again = {name: other for name, other in same.items() if name != other}
-        more = {
-            "blocks": json.dumps(heads),
-            "same": json.dumps(again),
-            "weight_sharing": self.weight_sharing,
-        }
-        self._save(path, "kronecker", tensors, **more)
-
-    def _block_of(self, name: str) -> EigenBlock:
-        return next(block for block in self.blocks.values() if name in block.names)
+        texts = {"blocks": json.dumps(heads), "same": json.dumps(again), "weight_sharing": self.weight_sharing}
+        self._save(path, "kronecker", tensors, **texts)
 
 
 @reads("kronecker")

@@ -120,19 +120,20 @@ def fisher_kronecker(
     blocks: list[EigenBlock] = [] if basis is None else [block for block in basis.blocks.values() if block.is_product]
     method: Method | None = None
     if basis is None:
-        beside = options.checkpoint if options.checkpoint is None or not both else _beside(options.checkpoint)
-        repeated = problem.repeated() if both else None
-        problem = problem if repeated is None else replace(problem, data=repeated.items())
+        first = options
+        if both:
+            problem = replace(problem, data=problem.repeated().items())
+            if options.checkpoint is not None:
+                beside = Checkpoint(f"{options.checkpoint.path}.factors", options.checkpoint.every)
+                first = replace(options, checkpoint=beside)
         method = make_method(problem, settings)  # of both passes: gradients are verified once
-        blocks, counts = _factors(
-            problem, settings, weight_sharing, limits, replace(options, checkpoint=beside), method
-        )
+        blocks, counts = _factors(problem, settings, weight_sharing, limits, first, method)
         _share(blocks, options)
-        if not both:
-            return _result(blocks, layout, problem, settings, counts, options, view, weight_sharing)
+    if basis is not None or both:
+        blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], error_bars, options, method)
     sharing = weight_sharing if basis is None else basis.weight_sharing
-    blocks, counts = _eigenvalues(problem, settings, blocks, limits[0], error_bars, options, method)
-    return _result(blocks, layout, problem, settings, counts, options, view, sharing)
+    provenance = make_provenance(problem, settings, counts, options.shard)
+    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, counts.positions, sharing)
 
 
 def _share(blocks: list[EigenBlock], options: LoopOptions) -> None:
@@ -223,20 +224,6 @@ def _eigenvalues(
     return _in_order([*corrected, *_others(names, tensors, sums)], names, tensors), counts
 
 
-def _result(
-    blocks: list[EigenBlock],
-    layout: ParameterLayout,
-    problem: Problem,
-    settings: Settings,
-    counts: Counts,
-    options: LoopOptions,
-    view: Literal["mean", "sum", "token"],
-    sharing: WeightSharing,
-) -> KroneckerFisher:
-    provenance = make_provenance(problem, settings, counts, options.shard)
-    return KroneckerFisher(blocks, layout, counts.samples, provenance, view, counts.positions, sharing)
-
-
 def _from_factors(
     sums: FactorSums, shape: FactorShape, names: list[str], padding: int | None, known: dict[int, Eigenvectors]
 ) -> EigenBlock:
@@ -299,7 +286,3 @@ def _padding_row(problem: Problem, parameter: Tensor) -> int | None:
         if isinstance(module, nn.Embedding) and module.weight is parameter and module.padding_idx is not None:
             return module.padding_idx
     return None
-
-
-def _beside(checkpoint: Checkpoint) -> Checkpoint:
-    return Checkpoint(f"{checkpoint.path}.factors", checkpoint.every)

@@ -17,7 +17,7 @@ from neuromanifold.persample.accumulate.factors import FactorSums, WeightSharing
 from neuromanifold.persample.accumulate.fourth_powers import Tally
 from neuromanifold.persample.accumulate.pairs import FactorShape
 from neuromanifold.persample.accumulate.rows import GradientRows, KeptForms
-from neuromanifold.persample.accumulate.trace import TraceSums
+from neuromanifold.persample.accumulate.trace import TraceOfParts, TraceSums
 
 __all__ = [
     "Basis",
@@ -31,6 +31,7 @@ __all__ = [
     "Pass",
     "SharedSums",
     "Tally",
+    "TraceOfParts",
     "TraceSums",
     "WeightSharing",
 ]

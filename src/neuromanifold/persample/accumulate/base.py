@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.estimators import NoiseFactors
+from neuromanifold.estimators import Apart, NoiseFactors
 from neuromanifold.persample.gradients import Form
 
 
@@ -33,12 +33,19 @@ class Pass(NamedTuple):
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
     weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
+    apart: Apart | None = None  # samples with another noise factor
 
     @property
     def of_one_sample(self) -> Pass:
         """The same pass where the "batch" is a single sample."""
         factors = self.noise_factors
         return self._replace(noise_factors=factors._replace(batch=factors.sample))
+
+    def of_sample(self, n: int) -> Pass:
+        """The same pass where the "batch" is sample number n."""
+        if self.apart is None or n not in self.apart.rows:
+            return self.of_one_sample
+        return self._replace(noise_factors=self.noise_factors._replace(batch=self.apart.noise_factor))
 
     @property
     def of_tokens(self) -> Pass:
@@ -141,10 +148,11 @@ def named(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def read_back(numbers: Sequence[Tensor | None]) -> list[float]:
-    """Return the values of tensors with one number each, None as 0; in one transfer where they are on one device."""
-    given = [number.double() for number in numbers if number is not None]
-    one_device = len({number.device for number in given}) == 1
-    read = iter(torch.stack(given).tolist() if one_device else [float(number) for number in given])
+    """Return the values of tensors with one number each, None as 0; from a GPU in one transfer."""
+    devices = {number.device for number in numbers if number is not None}
+    if len(devices) != 1 or next(iter(devices)).type == "cpu":
+        return [0.0 if number is None else float(number) for number in numbers]
+    read = iter(torch.stack([number.double() for number in numbers if number is not None]).tolist())
     return [0.0 if number is None else next(read) for number in numbers]
 
 
@@ -153,6 +161,6 @@ def zero_sums(parameter: Tensor) -> Tensor:
     return torch.zeros(parameter.shape, dtype=promoted(parameter.dtype), device=parameter.device)
 
 
-def power_of_two_near(rms: float) -> float:
-    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
-    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
+def power_of_two_near(rms: float, most: int = 40) -> float:
+    """Return the unit of fourth powers, from 2^-most to 2^most; 0 for a gradient of zero."""
+    return 2.0 ** min(most, max(-most, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0

@@ -18,7 +18,7 @@ from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate.base import GradientSums, Pass, power_of_two_near, zero_sums
 from neuromanifold.persample.accumulate.whole import add_whole
 from neuromanifold.persample.gradients import Form, root_mean_square
-from neuromanifold.persample.shards import LayerSums, Shards
+from neuromanifold.persample.shards import Shards
 
 _EARLY = 8  # batches in which gradients may become much larger than before
 
@@ -43,7 +43,7 @@ class ShardedSums(GradientSums):
         self._units = [0.0] * count  # of the sums
         self._sizes = [0.0] * count  # of this process's gradients
         self._batches = 0
-        self._layers = LayerSums(shards, self._take)
+        self._layers = shards.sums(self._take)
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms, or of their sums over rows."""
@@ -67,7 +67,7 @@ class ShardedSums(GradientSums):
         add_to: Callable[[PowerSums], None],
     ) -> None:
         """Square the gradients of one parameter at full size, and hand the sums over to be added up."""
-        like, by_row = self._shards.whole[i], self._by_row(i)
+        like, by_row = self._shards.squared(i), self._by_row(i)
         squares = torch.zeros(like.shape, dtype=promoted(like.dtype), device=like.device)
         if not (self.fourth_powers and c > 0):
             add_to(PowerSums(squares, scale=scale))
@@ -174,8 +174,10 @@ class ShardedSums(GradientSums):
 
     def relative_error(self) -> float | None:
         """Return Σ stderr / Σ F so far, of all processes, which must come here together; None while F is zero."""
-        total = sum(float(part.double().sum()) for part in (*self._squares, *self._noiseless) if part is not None)
-        error = sum(float(self._standard_error(i).double().sum()) for i in range(len(self._fourths)))
+        mine = [i for i in range(len(self._squares)) if self._shards.is_counted(i)]
+        parts = [part for i in mine for part in (self._squares[i], self._noiseless[i]) if part is not None]
+        total = sum(float(part.double().sum()) for part in parts)
+        error = sum(float(self._standard_error(i).double().sum()) for i in mine)
         totals, errors = zip(*self._shards.processes.gather("relative error", [total, error]), strict=True)
         return math.fsum(errors) / math.fsum(totals) if any(totals) else None
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from neuromanifold.persample.accumulate.base import Pass, Reducer, SharedSums
 from neuromanifold.persample.gradients import Form
+from neuromanifold.persample.shards import Shards
 
 
 class TraceSums(SharedSums):
@@ -71,10 +72,10 @@ class TraceSums(SharedSums):
         if len(norms) > 1 and all(one.independent for one in self._made_by):
             self.samples_variance += len(norms) * float(norms.var(0).sum())
         else:
-            factors = torch.tensor(
-                [one.noise_factors.sample for one in self._made_by], dtype=norms.dtype, device=norms.device
-            )
-            self.samples_variance += float((factors[:, None] * norms.square()).sum())
+            for one, squares in zip(self._made_by, norms.square(), strict=True):
+                c = one.noise_factors.sample
+                factors = c if one.apart is None else one.apart.factors(c, squares)
+                self.samples_variance += float((factors * squares).sum())
 
     def total_and_standard_error(self) -> tuple[float, float]:
         """Return Σ ‖g‖² over passes of whole batches and over samples, and its standard error from the run itself.
@@ -127,3 +128,39 @@ class TraceSums(SharedSums):
         self.set_state({}, of_all[0])
         for values in of_all[1:]:
             self.merge({}, values)
+
+
+class TraceOfParts(TraceSums):
+    """The same where each process has the gradients of its parts of the parameters, all of the same samples."""
+
+    def __init__(self, noise_factor: float, shards: Shards) -> None:
+        super().__init__(noise_factor)
+        self._shards = shards
+
+    @override
+    def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
+        super().add([g if self._shards.is_counted(i) else None for i, g in enumerate(gradients)], made_by)
+
+    @override
+    def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
+        super().add_samples(i, form, made_by)
+        if not self._shards.is_counted(i):
+            self._single[-1] = torch.zeros_like(self._single[-1])
+
+    @override
+    def end_pass(self) -> None:
+        """Add up the squared norms of all processes, too, before they are squared for their variance."""
+        whole = [float(torch.stack(self._whole).sum())] if self._whole else []
+        single = torch.stack(self._single).sum(0).tolist() if self._single else []
+        wholes, singles = zip(*self._shards.processes.gather("trace", [whole, single]), strict=True)
+        self._whole = [torch.tensor(one, dtype=torch.float64).sum() for one in wholes if one]
+        self._single = [torch.tensor(one, dtype=torch.float64) for one in singles if one]
+        super().end_pass()
+
+    @override
+    def empty(self) -> TraceOfParts:
+        return TraceOfParts(self._noise_factor, self._shards)
+
+    @override
+    def reduce(self, processes: Reducer) -> None:
+        """Do nothing: all processes have the whole."""

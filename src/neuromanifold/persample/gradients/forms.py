@@ -22,6 +22,7 @@ from neuromanifold.kernels.values import BOUND, PowerSums
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+_BOUND = 2.0**50  # of l² in the unit: l⁴ is in float32's range, and so is its product with r⁴
 
 
 class Form(ABC):
@@ -62,6 +63,11 @@ class Form(ABC):
             total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
         return total
 
+    def select(self, rows: Tensor) -> Form:
+        """Return the gradients of some of the samples, given by their numbers [m]."""
+        found = [self.gradients(n, n + 1, torch.float64) for n in rows.tolist()]
+        return Dense(torch.cat(found) if found else torch.zeros(0, *self.shape, device=self.device))
+
     def product_of(self, start: int, stop: int) -> Product | None:
         """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are no such sum."""
         del start, stop
@@ -71,6 +77,10 @@ class Form(ABC):
         """Return `product_of` with right @ matrix + constant for the right side; None where that saves nothing."""
         del start, stop, matrix, constant
         return None
+
+    def part(self, dim: int, start: int, length: int) -> Form:
+        """Return the gradients of a part of the parameter: `length` entries of dimension `dim`, from `start` on."""
+        raise NotImplementedError(f"A part of {type(self).__name__} gradients.")
 
     def product_pieces(self) -> Iterator[tuple[int, int]]:
         """Return ranges of samples that `product_of` should be asked for: all at once where factors are at hand."""
@@ -100,6 +110,14 @@ class Dense(Form):
     @override
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self.values[start:stop].to(dtype, copy=True)
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Dense:
+        return Dense(self.values.narrow(dim + 1, start, length))
+
+    @override
+    def select(self, rows: Tensor) -> Dense:
+        return Dense(self.values[rows])
 
     def values_for(self, parameter: Tensor) -> Tensor:
         """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
@@ -141,9 +159,21 @@ class Product(Form):
         return (left.mT @ right).view(stop - start, *self.shape)
 
     @override
+    def select(self, rows: Tensor) -> Product:
+        return replace(self, left=self.left[rows], right=self.right[rows])
+
+    @override
     def product_of(self, start: int, stop: int) -> Product:
         whole = (start, stop) == (0, self.samples)
         return self if whole else replace(self, left=self.left[start:stop], right=self.right[start:stop])
+
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        left, right = self.left, self.right
+        if self.shape != (left.shape[-1], right.shape[-1]):
+            return super().part(dim, start, length)
+        left, right = (left, right.narrow(-1, start, length)) if dim else (left.narrow(-1, start, length), right)
+        return Product(left, right, turned=self.turned)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n by one product over all samples and positions."""
@@ -287,13 +317,20 @@ def add_squares_of_rank_one(left: Tensor, right: Tensor, to: PowerSums, numbers:
 
     On a GPU, squares of bfloat16 stay in it, as products of an ordinary backward pass do: rounding them adds as much to
     the error as rounding l and r has made.  Elsewhere all is done in the precision of the sums.
+
+    Fourth powers of small inputs r would underflow, and those of l in the gradients' unit overflow: r is taken in a
+    unit of its own size, and l in the rest of that of the gradients.
     """
     (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
-    factor, right2 = to.factor, right.to(dtype).square()
+    factor: float | Tensor = to.factor
+    if to.fourths is not None:
+        unit = _power_of_two_near(root_mean_square(right))
+        factor, right = factor * unit, right / unit
+    right2 = right.to(dtype).square()
     step = max(1, numbers // max(1, len(left), ins)) if to.row_fourths is None or len(to.row_fourths) == outs else outs
     for start in range(0, outs, step):
         part = left[:, start : start + step].to(dtype)
-        left2 = part.square() if factor == 1.0 else (part * factor).square_()
+        left2 = part.square() if to.fourths is None and factor == 1.0 else (part * factor).square_()
         add_product_of_squares(left2, None, right2, to.narrow(start, start + step) if step < outs else to)
 
 
@@ -309,8 +346,14 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right2: Tensor, 
             parts = len(powers) // len(to.row_fourths)  # (Σ_k a_k)² <= K Σ_k a_k²
             to.row_fourths.add_(powers.view(len(to.row_fourths), parts).sum(1), alpha=parts * to.weight)
     if to.fourths is not None:
-        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
+        left4 = left2.clamp(max=_BOUND).square() if left4 is None else left4
         _add_product(left4, right2.square(), to.fourths, to.weight)
+
+
+def _power_of_two_near(size: Tensor) -> Tensor:
+    """Return the power of two next to a size, on its device; 1 if that is zero or not finite."""
+    power = torch.exp2(torch.log2(size).round())
+    return torch.where((power > 0) & power.isfinite(), power, 1.0)
 
 
 def _stays(left: Tensor, right: Tensor) -> bool:

@@ -39,6 +39,20 @@ class Rows(Form):
         ids = self.ids[start:stop, :, None].expand_as(self.values[start:stop])
         return table.scatter_add_(1, ids, self.values[start:stop].to(dtype))
 
+    @override
+    def part(self, dim: int, start: int, length: int) -> Form:
+        if dim:
+            return Rows(self.values.narrow(2, start, length), self.ids, self.rows)
+        if not length:
+            return Dense(self.values.new_zeros(self.samples, 0, self.shape[1]))
+        own = (self.ids >= start) & (self.ids < start + length)
+        values = torch.where(own[..., None], self.values, 0.0)
+        return Rows(values, torch.where(own, self.ids - start, 0), length)
+
+    @override
+    def select(self, rows: Tensor) -> Rows:
+        return replace(self, values=self.values[rows], ids=self.ids[rows])
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n, added into the rows that are looked up."""
         values = self.values.to(weights.dtype) * weights[:, None, None]
@@ -117,6 +131,15 @@ class Routed(Form):
         for expert, samples, product in part.blocks():
             found[samples, expert] = product.gradients(0, product.samples, dtype)
         return found.view(stop - start, *self.shape)
+
+    @override
+    def select(self, rows: Tensor) -> Routed:
+        numbers = torch.full((self.samples,), -1, device=self.device)
+        numbers[rows] = torch.arange(len(rows), device=self.device)
+        owners = numbers[self.owners]
+        here = owners >= 0
+        sides = self.left[here], self.right[here], owners[here], self.experts[here]
+        return Routed(*sides, len(rows), self.shape, self.turned)
 
     @override
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -53,6 +53,10 @@ class Convolution(Form):
         self.windows = Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
         """The geometry of the windows, in the form that kernels take."""
 
+    @override
+    def select(self, rows: Tensor) -> Convolution:
+        return replace(self, x=self.x[rows], g=self.g[rows])
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n as the gradient of a single sample that has all rows."""
         g = self.g.to(weights.dtype) * weights.view(-1, *[1] * (self.g.ndim - 1))
@@ -93,7 +97,7 @@ class Convolution(Form):
         if dispatch.add_squares_of_convolution(self.slid, self.fixed, to, self.windows):
             return
         if self._by_windows:
-            for start, stop in self._pieces_of_windows():
+            for start, stop in self.product_pieces():
                 self._product(start, stop).add_squares(to)
         elif self.shape.numel() <= row_limit(self.device) or self.groups > 1:
             super().add_squares(to)
@@ -184,9 +188,6 @@ class Convolution(Form):
 
     @override
     def product_pieces(self) -> Iterator[tuple[int, int]]:
-        return self._pieces_of_windows()
-
-    def _pieces_of_windows(self) -> Iterator[tuple[int, int]]:
         one = self.slid[:1].numel() * self.shape[2:].numel()
         return ranges(self.samples, tile_size(self.device) // max(1, one))
 

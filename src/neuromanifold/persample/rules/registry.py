@@ -141,11 +141,20 @@ def find_rule(module: nn.Module, computed: frozenset[str] = frozenset()) -> Rule
 def _has_forward_of_its_own(module: nn.Module) -> bool:
     """Whether the module itself has another forward than its class.
 
-    That of accelerate's dispatch (`device_map`) moves inputs to the module's device and calls the one of the class.
+    That of accelerate's dispatch (`device_map`) moves inputs to the module's device and calls the one of the class; so
+    does that of a tensor-parallel layer of transformers, between conversions of its input and output.
     """
     own = vars(module)
-    dispatched = "_hf_hook" in own and getattr(own.get("_old_forward"), "__func__", None) is type(module).forward
-    return "forward" in own and not dispatched
+    inner = own.get("_old_forward") if "_hf_hook" in own else _inside_of_parallel(own.get("forward"))
+    return "forward" in own and getattr(inner, "__func__", None) is not type(module).forward
+
+
+def _inside_of_parallel(forward: Any) -> Any:
+    """Return the forward that one of a tensor-parallel layer of transformers calls; None for any other."""
+    if getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
+        return None
+    closure = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+    return next((cell.cell_contents for name, cell in closure if name == "original_forward"), None)
 
 
 def _always(module: nn.Module) -> bool:

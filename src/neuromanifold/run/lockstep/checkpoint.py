@@ -78,7 +78,7 @@ class ShardedCheckpoint:
         method = state["method"]
         if isinstance(self._sums, ShardedSums):
             self._sums.set_state(dict(tensors))
-        if not rank:  # the others begin with nothing, and add what they do
+        if not rank or self._shards.one_replica:  # the others begin with nothing, and add what they do
             self._counts.merge(state["counts"])
             if isinstance(self._sums, TraceSums):
                 self._sums.set_state({}, state["sums"])
@@ -115,7 +115,7 @@ class ShardedCheckpoint:
             return
         self._counts.synchronize()
         mine = [hex(self.done), [last, chain], self._counts.state(), self._method.state()]
-        of_all = self._processes.gather("state", mine)
+        of_all = self._shards.of_replicas(self._processes.gather("state", mine))
         done = 0
         for theirs, *_ in of_all:
             done |= int(theirs, 16)

@@ -19,9 +19,10 @@ from contextlib import ExitStack, contextmanager
 from itertools import islice
 
 from neuromanifold.core.checks import message
+from neuromanifold.estimators import Adaptive
 from neuromanifold.persample.accumulate import TraceSums
 from neuromanifold.persample.accumulate.sharded import ShardedSums
-from neuromanifold.persample.shards import Shards
+from neuromanifold.persample.shards import Shards, shards_of
 from neuromanifold.problem.fingerprint import OF_A_BATCH, fingerprint
 from neuromanifold.problem.problem import Problem
 from neuromanifold.run.counts import Counts, Reporter
@@ -35,14 +36,17 @@ from neuromanifold.run.stopping import Accuracy, Interrupts, is_due
 
 
 @contextmanager
-def sharded(problem: Problem, options: LoopOptions) -> Iterator[Shards]:
+def sharded(problem: Problem, settings: Settings, options: LoopOptions) -> Iterator[Shards]:
     """Yield the parts of a model's parameters that this process has, with all processes together and in a session."""
     if options.distributed is False:
-        raise ValueError(message("distributed", "left out for a model in FSDP2 (fully_shard)", "False"))
+        raise ValueError(message("distributed", "left out for a model that several processes share", "False"))
+    if problem.tensor_parallel and isinstance(settings.estimator, Adaptive):
+        advice = "Outputs that differ by rounding could give processes different samples: use nm.Hutchinson(probes=m)."
+        raise ValueError(message("passes", "left out for a tensor-parallel model", f"{settings.estimator}", advice))
     with together(True) as processes, problem.session(), ExitStack() as stack:
         processes.join(True, problem.device)
         in_step = stack.enter_context(processes.in_step())
-        shards = Shards(problem.model, problem.parameters, in_step)
+        shards = shards_of(problem.model, problem.parameters, in_step)
         try:
             yield shards
         finally:
@@ -62,13 +66,13 @@ def run_sharded(
     shows = processes.rank == 0
     method = Lockstep(problem, settings, shards, sums)
     items = problem.items(progress=options.progress is True and shows, description=options.description)
-    items, dealing = deal(items, processes, method, sums, options)
+    items, dealing = deal(items, processes, method, sums, options, one_replica=shards.one_replica)
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
     saved.resume(options.shard, dealing.own_data)
     mine, reporter = _Mine(items, dealing, saved), Reporter(options.progress if shows else False)
     steps, method.spare = Steps(method, sums, counts, dealing, cuda_graphs=False), lambda: problem.read(*mine.spare())
     size, interrupts, stopped = dealing.window, Interrupts(wanted=True), ""
-    rounds = saved.done.bit_count() // (size * processes.world)
+    rounds = saved.done.bit_count() // (size * dealing.at_once)
     if rounds and accuracy.rtol is not None and is_due(rounds * size):
         stopped = _looked(shards, counts, sums, accuracy)
     with method.attached(), interrupts.noted(), processes.losses_named():
@@ -101,7 +105,7 @@ def run_sharded(
     if dealing.compares:
         mine.chain.compare(processes, not stopped)
     counts.note(method)
-    counts = Counts.total(processes.gather("counts", counts.shared(stopped, mine.first)))
+    counts = Counts.total(shards.of_replicas(processes.gather("counts", counts.shared(stopped, mine.first))))
     if isinstance(sums, TraceSums):
         processes.reduce(sums)
     if not counts.samples:
@@ -123,7 +127,7 @@ def _interrupted(asked: Sequence[bool], processes: Processes, counts: Counts, op
 def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:
     """Return why it is enough, or nothing: all processes find the same."""
     processes = shards.processes.all
-    total = Counts.total(processes.gather("counts so far", counts.shared()))
+    total = Counts.total(shards.of_replicas(processes.gather("counts so far", counts.shared())))
     whole = processes.sum_of(sums) if isinstance(sums, TraceSums) else sums
     return accuracy.reached(total, whole)
 
@@ -137,7 +141,7 @@ class _Mine:
         """The number of the batch after the last one that was read."""
         self.first = ""
         """The fingerprint of batch 0."""
-        self.chain = Chain(2 * dealing.window * dealing.world)
+        self.chain = Chain(2 * dealing.window * dealing.at_once)
         self._spare: tuple[object, int] | None = None
 
     def following(self) -> Window | None:

@@ -155,6 +155,7 @@ class Lockstep(PerSample):
         if not len(outputs.logits):
             text = message("batch", "of at least one sample", "an empty one")
             raise ValueError(f"Batch {batch.number} of `data`: {text}")
+        self._shards.agree_on(outputs.logits)
         return outputs
 
     def _backward(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
@@ -166,7 +167,7 @@ class Lockstep(PerSample):
         apart = any(processes.gather("apart", self._sends_positions_apart(backward)))
         zeros = torch.zeros_like(logits)
         for cotangent in self._in_step("cotangent", drawn):
-            whole = zeros if cotangent is None else cotangent.values
+            whole = zeros if cotangent is None else self._shards.agreed(cotangent.values)
             made_by = Pass() if cotangent is None else self._pass(cotangent, 1.0)
             pieces = by_position(whole, outputs.valid) if apart else iter([whole])
             for piece in self._in_step("position", iter([]) if cotangent is None else pieces):

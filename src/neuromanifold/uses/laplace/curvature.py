@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.operators.kronecker import KroneckerFisher
+from neuromanifold.operators.layout import ParameterLayout
 from neuromanifold.results import DiagonalFisher
 from neuromanifold.uses.matching import check_diagonal, finite_mean
 
@@ -90,10 +91,7 @@ class KroneckerCurvature:
 
     def _places(self, block: Block) -> dict[str, slice]:
         """Where each parameter of a block is among the entries of all of them."""
-        places, start = {}, 0
-        for name in block:
-            places[name] = slice(start, start := start + self._fim.layout.shapes[name].numel())
-        return places
+        return ParameterLayout({name: self._fim.layout.shapes[name] for name in block}).slices
 
 
 def curvature_of(fim: DiagonalFisher | KroneckerFisher, samples: int) -> Curvature:

@@ -216,7 +216,10 @@ class FisherAdam(FisherOptimizer):
         beta: weight of the past in m, Adam's β₁.
         eps: added to the denominator.
         clip: the largest change of an entry, in units of lr.
-        weight_decay, fisher_decay, likelihood, seed: as of `FisherSGD`.
+        weight_decay: decoupled, as in AdamW.
+        fisher_decay: weight of the past in F̄.
+        likelihood: what the logits mean, as in `fisher_diagonal`.
+        seed: random seed of the probes.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
