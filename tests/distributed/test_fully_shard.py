@@ -60,9 +60,11 @@ def test_adaptive_passes(world: int, number: int, costs: list[float]) -> None:
     values(world, sharded_runs.adaptive, number, costs)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_adaptive_passes_of_other_kinds(world: int) -> None:
-    values(world, sharded_runs.adaptive_otherwise)
+@pytest.mark.parametrize(
+    ("world", "more"), [(2, False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in (2, 3))]
+)
+def test_adaptive_passes_of_other_kinds(world: int, more: bool) -> None:
+    values(world, sharded_runs.adaptive_otherwise, more)
 
 
 def test_an_error_that_is_caught_ends_the_run_all_the_same() -> None:

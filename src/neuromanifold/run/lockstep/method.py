@@ -121,8 +121,8 @@ class Lockstep(PerSample):
     @contextmanager
     def _outputs(self) -> Iterator[None]:
         """Compute outputs inside; an error is one of the run even if it is caught, since the others wait."""
-        self._take_part("outputs")
         try:
+            self._take_part("outputs")
             yield
         except Exception as error:
             self._failed = error
