@@ -3,15 +3,14 @@
     python benchmarks/adaptive.py digits
     python benchmarks/adaptive.py residual --images DIR/data.npz     a small one, trained in minutes on a CPU; or: vgg
     python benchmarks/adaptive.py text --model DIR/pairs             a folder with model/ and data.csv
-    python benchmarks/adaptive.py gpu --data DIR --budget 80         two networks on the images of DIR/images.npz, and
-                                                                     one on DIR/pairs of `--pack` if it is there; all
-                                                                     are trained first
-    python benchmarks/adaptive.py text --model DIR/pairs --pack DIR  writes DIR/pairs: small enough to travel
+    python benchmarks/adaptive.py pack --images DIR/data.npz --model DIR/pairs --data OUT     small enough to travel
+    python benchmarks/adaptive.py gpu --data OUT --budget 170        two networks on images and one on texts of OUT,
+                                                                     which are trained first; --quick: does it run?
     python benchmarks/adaptive.py --figure                           docs/images/adaptive.png from the results
 
 Cost: time of a run over that of forward + backward of the same batches, taking turns, medians over the turns
-(wall-clock on a GPU, processor time on a CPU).  It is the time of a window of batches twice minus that of it once,
-so that what a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F
+(wall-clock on a GPU, processor time on a CPU).  It is the time of a window of batches once a run is under way, so
+that what a call costs once is left out.  Error: mean over entries with F > 0 of |F̂ - F|/F, and over seeds; F
 by nm.Exact().  Stated: what the result says of Σ error / Σ F.
 """
 
@@ -24,21 +23,22 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from adaptive_networks import LARGE, SMALL, Case, digits, pack, packed, small_network, text, trained_images
-from common import RESULTS, forward_backward, keep, setting, table
-from common import seconds as seconds_of
+from adaptive_networks import SMALL, Case, digits, packed_texts, small_network, text, trained_images
+from adaptive_pack import pack_images, pack_texts
+from common import RESULTS, forward_backward, keep, setting, synchronize, table
 from torch import Tensor, nn
 
 import neuromanifold as nm
 
 COSTS = (0.5, 0.7, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0)
-FEW = (0.7, 1.0, 1.1, 1.2, 1.5)  # where time is short
+FEW = (1.0, 1.1, 1.2, 1.5, 0.7, 2.0)  # where time is short, the most important ones first
+BEGUN = time.perf_counter()
 ONE, PLAIN = "one pass", "forward + backward"
 LEVEL = 0.95
 ROUNDING = 2e-4  # of float32 sums in another order
@@ -48,9 +48,9 @@ def estimators(window: int = 16, costs: Iterable[float] = COSTS, classes: int = 
     """Name: estimator; of probes for all samples those that differ from the exact metric."""
     found: dict[str, nm.Estimator] = {ONE: nm.Hutchinson()}
     few = [m for m in (2, 4) if m <= max(2, classes - 1)]
-    found |= {f"orthogonal, {m} passes": nm.Hutchinson(m) for m in few}
-    found |= {f"peeled, {m} passes": nm.Hutchinson(m, deflate=8) for m in few if m < classes - 1}
-    return found | {f"adaptive, {cost:g}": nm.Adaptive(cost, window=window) for cost in costs}
+    adaptive = {f"adaptive, {cost:g}": nm.Adaptive(cost, window=window) for cost in costs}
+    peeled = {f"peeled, {m} passes": nm.Hutchinson(m, deflate=8) for m in few if m < classes - 1}
+    return found | adaptive | {f"orthogonal, {m} passes": nm.Hutchinson(m) for m in few} | peeled
 
 
 class Found(NamedTuple):
@@ -92,17 +92,31 @@ def compare(case: Case, found: nm.DiagonalFisher, exact: nm.DiagonalFisher) -> F
     )
 
 
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What a call returns, and its seconds: wall-clock on a GPU, of the processor otherwise."""
-    results: list[Any] = []
-    taken = seconds_of(lambda: results.append(call()), device)
-    return results[0], taken.wall if device.type == "cuda" else taken.cpu
+def seconds_of_window(run: Callable[[Iterable[Any]], Any], window: list[Any], device: torch.device) -> float:
+    """Seconds of a window of batches, once a run is under way: wall-clock on a GPU, of the processor otherwise.
+
+    The batches are given twice, and those of the second half are timed: what happens once is left out.
+    """
+    marks = list[float]()
+
+    def now() -> None:
+        synchronize(device)
+        marks.append(time.perf_counter() if device.type == "cuda" else time.process_time())
+
+    def batches() -> Iterator[Any]:
+        yield from window
+        now()
+        yield from window
+        now()
+
+    run(batches())
+    return marks[1] - marks[0]
 
 
 def measure(
     case: Case, seeds: int, turns: int, device: torch.device, until: float = math.inf, costs: Iterable[float] = COSTS
 ) -> dict[str, Any]:
-    """One network: numbers for each estimator, of as many turns as there is time for, and of one at least."""
+    """One network: numbers for each estimator, of as many turns as there is time for, if possible of one at least."""
     window = min(16, len(case.batches))
     with torch.no_grad():
         logits = torch.cat([_logits(case.model, batch) for batch in case.batches])
@@ -111,35 +125,34 @@ def measure(
     found: dict[str, list[Found]] = {name: [] for name in given}
     seconds: dict[str, list[float]] = {name: [] for name in (PLAIN, *given)}
     left_out: dict[str, int] = {}
-    turn, begun = 0, time.perf_counter()
+    some, turn, begun = case.batches[:window], 0, time.perf_counter()
+    partial(forward_backward, case.model)(some)
     while turn < max(1, turns):
         taken = (time.perf_counter() - begun) / max(1, turn)
         if turn and time.perf_counter() + taken > until:
             break
         for name, estimator in {PLAIN: None, **given}.items():
-            both, results = list[float](), list[Any]()
-            for batches in (case.batches[:window], 2 * case.batches[:window]):
-                call: Callable[[], Any] = partial(forward_backward, case.model, batches)
-                if estimator is not None:
-                    call = partial(nm.fisher_diagonal, case.model, batches, estimator, seed=turn)
-                result, cost = timed(call, device)
-                both.append(cost)
-                results.append(result)
-            seconds[name].append(both[1] - both[0])
-            if estimator is not None and turn < seeds:
-                result = results[0]
-                if len(case.batches) > window:
-                    result = nm.fisher_diagonal(case.model, case.batches, estimator, seed=turn)
-                found[name].append(compare(case, result, exact))
-                left_out[name] = result.provenance.left_out
+            if not turn and name != PLAIN and time.perf_counter() > until and found[ONE]:
+                continue  # better some rows than none
+            run: Callable[[Iterable[Any]], Any] = partial(forward_backward, case.model)
+            if estimator is not None:
+                run = partial(_diagonal, case.model, estimator, turn)
+                if turn < seeds:
+                    result = run(case.batches)
+                    found[name].append(compare(case, result, exact))
+                    left_out[name] = result.provenance.left_out
+            seconds[name].append(seconds_of_window(run, some, device))
         turn += 1
     rows, plain = [], seconds[PLAIN]
     for name in given:
+        if not found[name]:
+            continue
         mean = Found(*(statistics.fmean(values) for values in zip(*found[name], strict=True)))
-        ratios = [own / other for own, other in zip(seconds[name], plain, strict=True)]
+        ratios = [own / other for own, other in zip(seconds[name], plain, strict=False)]
         cost = statistics.median(seconds[name]) / statistics.median(plain)
-        spread = (max(ratios) - min(ratios)) / 2
-        rows.append({"name": name, "cost": cost, "spread": spread, "left out": left_out[name], **mean._asdict()})
+        spread, taken = (max(ratios) - min(ratios)) / 2, statistics.median(seconds[name])
+        about = {"name": name, "cost": cost, "spread": spread, "seconds": taken, "left out": left_out[name]}
+        rows.append({**about, **mean._asdict()})
     return {
         "name": case.name,
         "peak": float(logits.softmax(-1).amax(-1).mean()),
@@ -153,23 +166,27 @@ def measure(
     }
 
 
+def _diagonal(model: nn.Module, estimator: nm.Estimator, seed: int, batches: Iterable[Any]) -> nm.DiagonalFisher:
+    return nm.fisher_diagonal(model, batches, estimator, seed=seed)
+
+
 def shown(numbers: dict[str, Any]) -> str:
     """The table of a network."""
     embeddings, words = numbers["embeddings"], numbers["words"]
     header = ["", "measured cost", "error"] + (["without embeddings"] if embeddings else [])
     header += ["Σ error / Σ F", "stated", "covered", *(["of one or two samples"] if words else [])]
-    header += ["median width", "left out", "cost ±"]
+    header += ["median width", "left out", "cost ±", "seconds"]
     rows = []
     for row in numbers["rows"]:
         errors = [row["error"], *([row["without_embeddings"]] if embeddings else []), row["total"], row["stated"]]
         shares = [row["coverage"], *([row["rare"]] if words else [])]
         texts = [f"{row['cost']:.2f}", *(f"{one:.4f}" for one in errors)]
         texts += [*(f"{100 * one:.1f} %" for one in shares), f"{row['width']:.4f}", str(row["left out"])]
-        texts.append(f"{row['spread']:.2f}")
+        texts += [f"{row['spread']:.2f}", f"{row['seconds']:.3f}"]
         rows.append([row["name"], *texts])
     (many, window), seeds, turns = numbers["batches"], numbers["seeds"], numbers["turns"]
     about = f"Mean largest probability {numbers['peak']:.4f}; {many} batches in windows of {window}; {seeds} seeds; "
-    about += f"times of {turns} turns, ± half their range; forward + backward of a window {numbers['seconds']:.3f} s."
+    about += f"times of a window, of {turns} turns, ± half their range; forward + backward {numbers['seconds']:.3f} s."
     return f"## {numbers['name']}\n\n{about}\n\n{table(header, rows)}"
 
 
@@ -182,28 +199,35 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 
 
 def on_a_gpu(options: argparse.Namespace, device: torch.device, write: Callable[[dict[str, Any]], None]) -> None:
-    """Train and measure two or three networks, each within its share of the seconds left; what fails is said."""
-    end = time.perf_counter() + options.budget
-    quick = device.type == "cpu"
-    names = [*LARGE, *(["pairs"] if (options.data / "pairs").is_dir() else [])]
+    """Train and measure three networks, each within its share of the seconds left; what fails is said."""
+    end, quick = BEGUN + options.budget, options.quick
+    names = ["residual", "pairs", "vgg"]
     for left, name in zip(range(len(names), 0, -1), names, strict=True):
-        until = time.perf_counter() + (end - time.perf_counter()) / left
+        now = time.perf_counter()
+        share = (end - now) / left
+        trained, until = now + 0.45 * share, now + share
         try:
-            if name in LARGE:
-                torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-                given = name, options.data / "images.npz", device, options.epochs
-                (case,) = trained_images(*given, *((8, 4) if quick else (3072, 512)))
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            if name == "pairs":
+                case = packed_texts(options.data / name, device, *((32, 8, 0) if quick else (7168, 448, 6)))
             else:
-                (case,) = packed(options.data / name, device, *((16, 4, 0) if quick else (7168, 448, 6)))
+                samples, size = {"residual": (8192, 512), "vgg": (4096, 256)}[name]
+                samples, size = (32, 8) if quick else (samples, size)
+                ready = partial(_is_past, trained)
+                case = trained_images(name, options.data, device, options.epochs, ready, samples, size)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             print(f"{name} is ready, {end - time.perf_counter():.0f} s left", flush=True)
-            write(measure(case, options.seeds, options.turns, device, until, (1.0,) if quick else FEW))
+            write(measure(case, options.seeds, options.turns, device, until, FEW))
         except Exception:
             traceback.print_exc()
         print(f"{name} is done, {end - time.perf_counter():.0f} s left", flush=True)
         case = None
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _is_past(moment: float) -> bool:
+    return time.perf_counter() > moment
 
 
 def figure() -> None:
@@ -237,11 +261,11 @@ def figure() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["digits", "gpu", *SMALL, "text"])
+    parser.add_argument("what", nargs="?", choices=["digits", "gpu", "pack", *SMALL, "text"])
     parser.add_argument("--images", type=Path, help="data.npz with images [N, 32, 32, 3] and labels")
     parser.add_argument("--model", type=Path, help="a folder with model/ and data.csv")
-    parser.add_argument("--data", type=Path, help="a folder with images.npz and pairs/")
-    parser.add_argument("--pack", type=Path, help="write the model and the data in two small files into this folder")
+    parser.add_argument("--data", type=Path, help="a folder that `pack` writes")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--weights", type=Path, default=Path("/tmp"), help="where trained networks are kept")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument("--samples", type=int, default=2048)
@@ -255,12 +279,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.figure:
         return figure()
-    if options.pack:
-        return pack(options.model, options.pack / options.model.name, options.samples)
+    if options.what == "pack":
+        pack_images(options.images, options.data)
+        return pack_texts(options.model, options.data / "pairs", 7168)
     warnings.simplefilter("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() and options.what != "digits" else "cpu")
     torch.backends.cudnn.allow_tf32 = False  # which would hide small errors
-    name = {"gpu": "cifar"}.get(options.what, options.what)
+    name = {"gpu": "h200"}.get(options.what, options.what)
     if options.what == "text":
         name = options.model.name + ("" if device.type == "cuda" else "-cpu")
     command = f"python benchmarks/adaptive.py {options.what} --batch {options.batch} --samples {options.samples} "

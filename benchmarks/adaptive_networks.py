@@ -2,9 +2,9 @@
 
 digits           a convolutional network on scikit-learn's digits
 small_network    two small networks on CIFAR-10 images of half their size, trained in a minute or two on a CPU
-trained_images   two larger ones, trained in seconds on a GPU
+trained_images   two larger ones, trained in seconds on a GPU, with images that they were not trained on
 text             a folder with model/ and data.csv, as the tools for real data write it
-pack, packed     such texts in two small files for a machine without a network; the model is trained there
+packed_texts     such texts from the small files of `adaptive_pack.py`; the model is trained first
 """
 
 from __future__ import annotations
@@ -126,9 +126,13 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # network, epo
 
 
 def small_network(name: str, path: Path, weights: Path, samples: int, size: int) -> list[Case]:
-    """A network that is trained on 2,048 images of 16 × 16 pixels until it knows them, with `samples` of these."""
-    images, labels = (one[:2048] for one in images_and_labels(path))
-    images = nn.functional.avg_pool2d(images, 2)
+    """A network that is trained on 2,048 images of 16 × 16 pixels until it knows them.
+
+    With `samples` of these, and with as many others.
+    """
+    every, all_labels = images_and_labels(path)
+    every = nn.functional.avg_pool2d(every, 2)
+    images, labels = every[:2048], all_labels[:2048]
     torch.manual_seed(0)
     make, epochs, rate = SMALL[name]
     model, file = make(), weights / f"{name}.safetensors"
@@ -137,43 +141,67 @@ def small_network(name: str, path: Path, weights: Path, samples: int, size: int)
         save_file(model.state_dict(), file)
     model.load_state_dict(load_file(file))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    title = f"small {name} network, {millions:.2f} M, {samples} of the 2,048 images that it was trained on"
-    return [Case(title, model.eval(), batches_of(images, labels, samples, size))]
+    right = confidence(model.eval(), every[2048 : 2048 + samples], all_labels[2048 : 2048 + samples])[1]
+    title = f"small {name} network, {millions:.2f} M, {samples} "
+    return [
+        Case(title + "of the 2,048 images that it was trained on", model, batches_of(images, labels, samples, size)),
+        Case(
+            title + f"other images (accuracy {right:.3f})",
+            model,
+            batches_of(every[2048:], all_labels[2048:], samples, size),
+        ),
+    ]
 
 
 def images_and_labels(path: Path) -> tuple[Tensor, Tensor]:
-    """Images [N, 3, 32, 32], about standardised, and labels [N]."""
+    """Images [N, 3, 32, 32], about standardised, and labels [N], of a data.npz or of what `pack_images` wrote."""
     import numpy as np
+    from adaptive_pack import unpack_images
 
-    data = np.load(path)
-    images = torch.as_tensor(data["images"]).permute(0, 3, 1, 2).float().div_(255).sub_(0.47).div_(0.25)
-    return images, torch.as_tensor(data["labels"]).long()
+    if path.is_dir():
+        images, labels = unpack_images(path)
+    else:
+        data = np.load(path)
+        images, labels = data["images"], data["labels"]
+    x = torch.as_tensor(images).permute(0, 3, 1, 2).float().div_(255).sub_(0.47).div_(0.25)
+    return x, torch.as_tensor(labels).long()
 
 
 LARGE: dict[str, Callable[[], nn.Module]] = {"residual": Residual, "vgg": vgg}
+CONFIDENT = 0.98  # mean largest probability
 
 
-def trained_images(name: str, path: Path, device: torch.device, epochs: int, samples: int, size: int) -> list[Case]:
-    """A network trained on all images but 1,000 until it knows them; `samples` of them, and mirrored, in batches."""
+def trained_images(
+    name: str, path: Path, device: torch.device, epochs: int, until: Callable[[], bool], samples: int, size: int
+) -> Case:
+    """A network trained until its predictions for other images are confident, with `samples` of these in batches.
+
+    First with shifts and mirror images, then without them at ever higher temperatures: the loss is that of logits/T.
+    """
     images, labels = (one.to(device) for one in images_and_labels(path))
     torch.manual_seed(0)
     make = LARGE[name]
     if device.type == "cpu":  # to see that everything runs
-        make, epochs = SMALL[name][0], 0
-    model = make().to(device)
-    train(model, images[:-1000], labels[:-1000], epochs, batch=256, shift=False)
-    model.eval()
-    with torch.no_grad():
-        right = [float((model(x[i]).argmax(-1) == y[i]).float().mean()) for x, y, i in _ends(images, labels)]
-    chosen, own = torch.cat([images[:samples], images[:samples].flip(-1)]), labels[:samples].repeat(2)
+        make = SMALL[name][0]
+    model, held = make().to(device), min(4096, len(images) // 2)
+    own, others = (images[:-held], labels[:-held]), (images[-held:], labels[-held:])
+    train(model, *own, epochs, batch=256)
+    temperature, (peak, right) = 1.0, confidence(model, *others)
+    while peak < CONFIDENT and epochs and not until():
+        train(model, *own, max(1, epochs // 8), batch=256, rate=0.02, shift=False, temperature=temperature, decay=0)
+        temperature, (peak, right) = 1.5 * temperature, confidence(model, *others)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    title = f"{name} network, {millions:.2f} M, accuracy {right[0]:.3f} in training, {right[1]:.3f} on other images; "
-    title += f"{samples} images of the training and their mirror images"
-    return [Case(title, model, batches_of(chosen, own, len(own), size))]
+    title = f"{name} network, {millions:.2f} M, trained on {len(own[0])} images, {samples} of {held} other images"
+    title += f" (accuracy {right:.3f})" + (" and their mirror images" if samples > held else "")
+    x, y = torch.cat([others[0], others[0].flip(-1)]), others[1].repeat(2)
+    return Case(title, model, batches_of(x[:samples], y[:samples], samples, size))
 
 
-def _ends(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
-    return [(images, labels, slice(0, 1000)), (images, labels, slice(-1000, None))]
+@torch.no_grad()
+def confidence(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The mean largest probability, and the accuracy."""
+    probabilities = torch.cat([model(part).softmax(-1) for part in images.split(1024)])
+    return float(probabilities.amax(-1).mean()), float((probabilities.argmax(-1) == labels).float().mean())
 
 
 def train(
@@ -184,11 +212,13 @@ def train(
     batch: int = 128,
     rate: float | None = None,
     shift: bool = True,
+    temperature: float = 1.0,
+    decay: float = 5e-4,
 ) -> None:
     """Stochastic gradient descent with momentum, one cycle; images are shifted by up to an eighth, and mirrored."""
     size, rate = images.shape[-1], rate or (0.1 if images.shape[1] == 3 else 0.02)
     steps = epochs * (len(labels) // batch)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(1, steps))
     model.train()
     for _ in range(epochs):
@@ -203,7 +233,9 @@ def train(
                     x = x[..., i : i + size, j : j + size]
                 x = x.flip(-1) if bool(torch.rand(()) < 0.5) else x
             optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(model(x), labels[rows]).backward()  # type: ignore[no-untyped-call]
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+                logits = model(x).float()
+            nn.functional.cross_entropy(logits / temperature, labels[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     model.eval()
@@ -218,7 +250,7 @@ def text(path: Path, device: torch.device, samples: int, size: int, multiple: in
     return [text_case(path.name, model, *rows, device, size, multiple)]
 
 
-def tokenized(path: Path, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+def tokenized(path: Path, samples: int, longest: int = 128) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids and token types [N, T], 0 and -1 where there is no token, and labels [N]."""
     from transformers import AutoTokenizer
 
@@ -227,7 +259,7 @@ def tokenized(path: Path, samples: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = list(csv.DictReader(file))[:samples]
     pairs = [[row["text"] for row in rows]] + ([[row["text_pair"] for row in rows]] if "text_pair" in rows[0] else [])
     made = tokenizer(
-        *pairs, padding=True, truncation=True, max_length=128, return_tensors="pt", return_token_type_ids=True
+        *pairs, padding=True, truncation=True, max_length=longest, return_tensors="pt", return_token_type_ids=True
     )
     types = torch.where(made["attention_mask"] > 0, made["token_type_ids"], -1)
     return made["input_ids"], types, torch.tensor([int(row["label"]) for row in rows])
@@ -262,43 +294,16 @@ def text_case(
     return Case(f"{name}, {len(labels)} texts", model, batches, everywhere, rare)
 
 
-def pack(path: Path, out: Path, samples: int) -> None:
-    """Write a model in half precision, with the words that occur alone, and the tokens of its data."""
-    from transformers import AutoModelForSequenceClassification
+def packed_texts(path: Path, device: torch.device, samples: int, size: int, epochs: int) -> Case:
+    """What `pack_texts` wrote; the last three layers, the pooler and the head are trained on the same texts first."""
+    from adaptive_pack import LONGEST, unpack_texts
 
-    model = AutoModelForSequenceClassification.from_pretrained(path / "model", dtype=torch.float32)
-    pack_model(model, *tokenized(path, samples), out)
-
-
-def pack_model(model: Any, ids: Tensor, types: Tensor, labels: Tensor, out: Path) -> None:
-    """See `pack`."""
-    import numpy as np
-
-    words = torch.cat([torch.zeros(1, dtype=ids.dtype), ids.flatten()]).unique()  # 0 stays the padding
-    embedding = model.get_input_embeddings()
-    embedding.weight = nn.Parameter(embedding.weight.detach()[words].contiguous())
-    model.config.vocab_size = embedding.num_embeddings = len(words)
-    model.half().save_pretrained(out / "model")
-    np.savez_compressed(
-        out / "tokens.npz",
-        ids=torch.searchsorted(words, ids).to(torch.int16).numpy(),
-        types=types.to(torch.int8).numpy(),
-        labels=labels.to(torch.int16).numpy(),
-    )
-
-
-def packed(path: Path, device: torch.device, samples: int, size: int, epochs: int) -> list[Case]:
-    """What `pack` wrote; the last three layers, the pooler and the head are trained first, on the same texts."""
-    import numpy as np
-    from transformers import AutoModelForSequenceClassification
-
-    data = np.load(path / "tokens.npz")
-    ids, types, labels = (torch.as_tensor(data[key])[:samples].long() for key in ("ids", "types", "labels"))
-    model = AutoModelForSequenceClassification.from_pretrained(path / "model", dtype=torch.float32).to(device)
-    case = text_case(path.name, model, ids, types, labels, device, size, 8)
+    model, ids, types, labels = unpack_texts(path, samples)
+    model = model.to(device)
+    case = text_case(path.name, model, ids, types, labels, device, size, LONGEST)
     if epochs:
         train_text(model, ids.to(device), types.to(device), labels.to(device), epochs)
-    return [case._replace(model=model.eval())]
+    return case._replace(model=model.eval())
 
 
 def train_text(model: Any, ids: Tensor, types: Tensor, labels: Tensor, epochs: int, size: int = 64) -> None:

@@ -14,8 +14,15 @@ from neuromanifold import bounds
 from neuromanifold.core import Core
 from neuromanifold.estimators import adaptive, allocation
 from neuromanifold.estimators.adaptive import chosen, groups, in_full_groups, several, strategy
-from neuromanifold.estimators.allocation import Allocation, Scores, allocate, score, score_everyone
-from neuromanifold.estimators.orthogonal import own_passes, remaining_noise
+from neuromanifold.estimators.allocation import (
+    Allocation,
+    Scores,
+    allocate,
+    allocate_to_everyone,
+    score,
+    score_everyone,
+)
+from neuromanifold.estimators.orthogonal import least_noise, own_passes, remaining_noise
 from tests.estimators.probes import normal
 from tests.zscores import allowed_z_score, worst_z_score
 
@@ -276,6 +283,45 @@ def test_predicted_noise_is_that_of_the_estimator(c: int) -> None:
             assert found == pytest.approx(claimed, rel=1e-6, abs=1e-15)
         else:  # axes that are no eigenvectors
             assert 0.7 * claimed - 1e-15 <= found <= 2 * claimed + 1e-15
+
+
+@pytest.mark.parametrize("c", [3, 4, 10, 30])
+def test_the_table_has_the_least_noise_of_each_number_of_passes(c: int) -> None:
+    core, k = nm.Categorical(6 * normal(20, c)), min(8, c - 2)
+    given = core.spectrum(k).values, core.trace(), core.squared_norm(), c - 1
+    choices = torch.tensor([m for m in (1, 2, 3, 9, c - 1) if m <= c - 1]).double()
+    for least in (0, 1):
+        found = least_noise(*given, choices, least)
+        for j, m in enumerate(map(int, choices)):
+            expected = remaining_noise(*given, m)[:, min(least, m - 1) :].amin(-1)
+            torch.testing.assert_close(found[:, j], expected, rtol=1e-6, atol=1e-15)
+
+
+def test_equal_eigenvalues_have_no_first_eigenvector() -> None:
+    """It would be another one when it is computed again: such samples get no passes of their own."""
+    logits = torch.tensor([[3.0, 3.0, 3.0, 0.0], [3.0, 2.0, 1.0, 0.0], [3.0, 3.0, 0.0, 0.0]]).double()
+    noise = everyone(nm.Categorical(logits)).noise
+    assert (noise[:, -1] < noise[:, 0]).tolist() == [False, True, True]
+
+
+def test_everyone_is_kept_at_the_cost_that_was_asked_for() -> None:
+    """Brute force over all numbers of passes: at its price, no other choice has less variance + μ cost."""
+    core = nm.Categorical(normal(4, 5) * torch.tensor([0.3, 8.0, 2.0, 5.0]).double()[:, None])
+    scores = everyone(core)
+    choices = torch.tensor(list(itertools.product(range(len(scores.passes)), repeat=4)))  # [choices, n]
+    passes = scores.passes[choices]
+    costs = torch.where(passes > 1, 2 * passes - 1, 0).sum(-1)
+    variance = 2 * scores.noise[torch.arange(4), choices].sum(-1)
+    for budget in (0.0, 2.9, 3.0, 8.0, 12.0, 19.0, 28.0):
+        found = allocate_to_everyone(scores, budget)
+        assert found.extra_cost <= budget
+        assert bool((found.keep == 1).all())
+        best = variance + found.price * costs
+        assert found.variance(scores) + found.price * found.extra_cost <= float(best.min()) * 1.001 + 1e-12
+        assert found.variance(scores) <= 2.5 * float(variance[costs <= budget].min()) + 1e-12
+        again = allocate_to_everyone(scores, budget, least=1)
+        assert bool((again.passes >= 2).all())
+    assert allocate_to_everyone(scores, 28.0).variance(scores) < 1e-20
 
 
 def test_predicted_noise_does_not_cancel() -> None:

@@ -47,6 +47,28 @@ def test_the_unit_of_squares_is_that_of_the_first_cotangent_that_is_not_zero():
     torch.testing.assert_close(form.squares.double() * form.unit.double() ** 2, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("outputs", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("inputs", [1e-12, 1e-6, 1.0, 1e10])
+@pytest.mark.parametrize("more", [False, True])
+def test_fourth_powers_whatever_the_size_of_inputs_and_output_gradients(inputs: float, outputs: float, more: bool):
+    left, right = outputs * noise(6, 1, 5), inputs * noise(6, 1, 4)
+    sums = DiagonalSums([torch.zeros(5, 4)], fourth_powers=True)
+    sums.add_samples(0, Product(left, right), Pass(noise_factors=NoiseFactors(sample=1.0), more=more))
+    sums.end_batch()
+    expected = (left.double().mT @ right.double()).pow(4).sum(0).sqrt()
+    torch.testing.assert_close(sums.standard_errors()[0].double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-60, 1e30, 1e60])
+def test_fourth_powers_of_float64_gradients_of_any_size(size: float):
+    sums = DiagonalSums([torch.zeros(3, dtype=torch.float64)], fourth_powers=True)
+    gradients = [size * noise(3).double(), size * noise(4)[:3].double()]
+    for gradient in gradients:
+        sums.add([gradient], Pass(noise_factors=NoiseFactors(batch=1.0)))
+    expected = torch.stack(gradients).pow(4).sum(0).sqrt()
+    torch.testing.assert_close(sums.standard_errors()[0], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sums_are_float32_whatever_torch_makes_by_default(dtype):
     """Sums of squares of float32 gradients are float32."""

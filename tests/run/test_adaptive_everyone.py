@@ -105,7 +105,7 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
         assert z_score(case, COST, seeds) < allowed(seeds)
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", [name for name in SINGLE if name != "regression"])  # which has equal eigenvalues
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
 def test_exact_where_the_cost_allows(name: str) -> None:
     """As many passes as the rank, the first of which is an eigenvector's: nothing is random, and error bars say so."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from neuromanifold.core import Categorical, Core
 from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.estimators.orthogonal import remaining_noise
+from neuromanifold.estimators.orthogonal import least_noise
 
 EIGENPAIRS = 8  # of a sample, at most, that may have passes of their own
 _GAP = 1e-3  # between the two largest eigenvalues, at least, for an eigenvector that is computed again later
@@ -151,8 +151,7 @@ def _table(
     if not isinstance(core, (Categorical, DiagonalCore)):
         return None
     values = core.spectrum(min(EIGENPAIRS, rank - 1)).values.double().cpu()
-    found = [remaining_noise(values, t[rows], q[rows], rank, m) for m in map(int, choices.tolist())]
-    table = torch.stack([noise[:, min(least, noise.shape[1] - 1) :].amin(-1) for noise in found], -1)
+    table = least_noise(values, t[rows], q[rows], rank, choices, least)
     if least:  # the first eigenvector is computed twice, and must be the same one
         second = values[:, 1] if values.shape[1] > 1 else t[rows] - values[:, 0]
         table = torch.where((second > (1 - _GAP) * values[:, 0])[:, None], table[:, :1], table)

@@ -45,6 +45,22 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     which is half the variance of an entry (`bounds.orthogonal_probe_variance`) on average over directions of J, where
     the axes are eigenvectors.  One pass at least is for the rest.
     """
+    products = _products(values, trace, squared_norm, d)
+    own = torch.arange(min(products.shape[-1], m), device=values.device)
+    return products[..., : len(own)] * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
+
+
+def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: Tensor, least: int = 0) -> Tensor:
+    """The least of `remaining_noise` for each number of passes m [j], with `least` own passes if possible, [n, j]."""
+    products = _products(values, trace, squared_norm, d)  # [n, k + 1]
+    m, own = m.to(products)[:, None], torch.arange(products.shape[-1], device=products.device)
+    factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
+    allowed = (own < m) & (own >= (m - 1).clamp(max=min(least, products.shape[-1] - 1)))
+    return (products[:, None] * factors).masked_fill_(~allowed, math.inf).amin(-1)
+
+
+def _products(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
+    """R² - Q of what is left without 0, 1, ... leading eigenvectors, [..., k + 1]."""
     values = values[..., : min(values.shape[-1], d)].double()
     k = values.shape[-1]
     last = values[..., -1] if k else trace.double()
@@ -54,9 +70,7 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     for i in reversed(range(k)):  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
         products.append(products[-1] + 2 * rest * values[..., i])
         rest = rest + values[..., i]
-    own = torch.arange(min(k, m - 1) + 1, device=values.device)
-    noise = torch.stack(products[::-1], -1)[..., : len(own)]
-    return noise * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
+    return torch.stack(products[::-1], -1)
 
 
 class Leading(NamedTuple):

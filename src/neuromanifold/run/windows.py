@@ -96,11 +96,12 @@ class AdaptiveSteps:
             raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
         scored = self._scored(first, outputs)
         scores = self._scores([scored])
-        how = strategy(self._estimator, scores, self._scores_of_everyone(scored)) if regroups else "alike"
+        everyone = self._scores_of_everyone(scored)
+        how = strategy(self._estimator, scores, everyone) if regroups else "alike"
         if how == "chosen":
             return self._by_scores(scored, [first, *rest], outputs)
         if how == "everyone":
-            return self._everyone(scored, rest, outputs)
+            return self._everyone(scored, everyone, rest, outputs)
         equal = self._at_random if self._estimator.cost < 1 else self._alike
         return equal(scores, chain([first], rest), outputs)
 
@@ -130,7 +131,9 @@ class AdaptiveSteps:
 
     # --------------------------------------------------------------------------------------------- everyone is kept
 
-    def _everyone(self, scored: _Scored, rest: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
+    def _everyone(
+        self, scored: _Scored, scores: Scores, rest: Iterator[Batch], outputs: Outputs
+    ) -> Iterator[tuple[Batch, Outputs]]:
         """One pass for each sample of each batch, and further ones for the noisy samples of the window.
 
         Which samples are noisy follows from the outputs of their batch and of those before it.
@@ -140,7 +143,7 @@ class AdaptiveSteps:
             if batch is not scored.batch:
                 outputs = self._method.forward(batch)
                 scored = self._scored(batch, outputs)
-            scores = self._scores_of_everyone(scored)
+                scores = self._scores_of_everyone(scored)
             size, budget = max(size, scored.samples), budget + self._extra_budget(scored.samples)
             spent = 3 * sum(len(one.logits) for one in noisy)
             rows, passes = _worth_more(scores, seen, budget, budget - spent)

@@ -161,6 +161,6 @@ def zero_sums(parameter: Tensor) -> Tensor:
     return torch.zeros(parameter.shape, dtype=promoted(parameter.dtype), device=parameter.device)
 
 
-def power_of_two_near(rms: float) -> float:
-    """Return the unit of fourth powers, whose own fourth power is in float32's range; 0 for a gradient of zero."""
-    return 2.0 ** min(40, max(-40, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0
+def power_of_two_near(rms: float, most: int = 40) -> float:
+    """Return the unit of fourth powers, from 2^-most to 2^most; 0 for a gradient of zero."""
+    return 2.0 ** min(most, max(-most, round(math.log2(rms)))) if 0 < rms < math.inf else 0.0

@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from neuromanifold.core.checks import promoted
 from neuromanifold.kernels.values import PowerSums
 from neuromanifold.persample.accumulate.base import Reducer, power_of_two_near, read_back, zero_sums
 
 _LEAST_AFTER_ONE = 2.0**-20  # the smallest unit that follows after 1
+_LARGEST = {torch.float32: 40, torch.float64: 200}  # exponents of units, whose squares and inverses are numbers, too
 _GROWN = 16  # a unit stays unless gradients are so many times as large: then fourth powers could overflow
 _EARLY = 8  # batches in which gradients may become much larger than before
 _SINGLE = math.sqrt(2 / 3)  # √(Var(g²)/E[g⁴]) of a probe
@@ -84,7 +86,7 @@ class FourthPowers:
 
         Fourth powers captured before there was a unit are in units of 1, and must stay in float32's range.
         """
-        unit = power_of_two_near(size)
+        unit = power_of_two_near(size, _LARGEST[promoted(self._parameter.dtype)])
         if unit and not self.unit and self.sums is not None:
             unit = max(unit, _LEAST_AFTER_ONE)
         if unit > _GROWN * self.unit:

@@ -22,6 +22,7 @@ from neuromanifold.kernels.values import BOUND, PowerSums
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+_BOUND = 2.0**50  # of l² in the unit: l⁴ is in float32's range, and so is its product with r⁴
 
 
 class Form(ABC):
@@ -316,13 +317,20 @@ def add_squares_of_rank_one(left: Tensor, right: Tensor, to: PowerSums, numbers:
 
     On a GPU, squares of bfloat16 stay in it, as products of an ordinary backward pass do: rounding them adds as much to
     the error as rounding l and r has made.  Elsewhere all is done in the precision of the sums.
+
+    Fourth powers of small inputs r would underflow, and those of l in the gradients' unit overflow: r is taken in a
+    unit of its own size, and l in the rest of that of the gradients.
     """
     (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
-    factor, right2 = to.factor, right.to(dtype).square()
+    factor: float | Tensor = to.factor
+    if to.fourths is not None:
+        unit = _power_of_two_near(root_mean_square(right))
+        factor, right = factor * unit, right / unit
+    right2 = right.to(dtype).square()
     step = max(1, numbers // max(1, len(left), ins)) if to.row_fourths is None or len(to.row_fourths) == outs else outs
     for start in range(0, outs, step):
         part = left[:, start : start + step].to(dtype)
-        left2 = part.square() if factor == 1.0 else (part * factor).square_()
+        left2 = part.square() if to.fourths is None and factor == 1.0 else (part * factor).square_()
         add_product_of_squares(left2, None, right2, to.narrow(start, start + step) if step < outs else to)
 
 
@@ -338,8 +346,14 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right2: Tensor, 
             parts = len(powers) // len(to.row_fourths)  # (Σ_k a_k)² <= K Σ_k a_k²
             to.row_fourths.add_(powers.view(len(to.row_fourths), parts).sum(1), alpha=parts * to.weight)
     if to.fourths is not None:
-        left4 = left2.clamp(max=BOUND**0.5).square() if left4 is None else left4
+        left4 = left2.clamp(max=_BOUND).square() if left4 is None else left4
         _add_product(left4, right2.square(), to.fourths, to.weight)
+
+
+def _power_of_two_near(size: Tensor) -> Tensor:
+    """Return the power of two next to a size, on its device; 1 if that is zero or not finite."""
+    power = torch.exp2(torch.log2(size).round())
+    return torch.where((power > 0) & power.isfinite(), power, 1.0)
 
 
 def _stays(left: Tensor, right: Tensor) -> bool:
