@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,16 +85,31 @@ def test_the_command_on_two_processes(
     assert_same(load(tmp_path / "fim.safetensors"), expected)
 
 
-@pytest.mark.slow
-def test_a_model_in_fsdp2_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "options", "same"),
+    [
+        (two_processes, ["--error-bars", "rows", "--passes", "0.6"], {"error_bars": "rows", "passes": 0.6}),
+        pytest.param(torchrun, [], {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_in_fsdp2_on_two_processes(
+    start: Callable[..., subprocess.CompletedProcess[str]],
+    options: list[str],
+    same: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each of them writes its part; the table is made of the files."""
-    names = ["-m", f"{__name__}:sharded_model", "-d", f"{__name__}:data"]
-    done = torchrun("estimate", *names, "-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state")
+    monkeypatch.chdir(ROOT)
+    names = ["-m", f"{__name__}:sharded_model", "-d", f"{__name__}:data", *options]
+    done = start("estimate", *names, "-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Diagonal of the Fisher information") == 1
-    files = [f"fim-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [*files, "fim.safetensors.index.json"]
-    assert_same(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data()))
+    *files, index = sorted(entry.name for entry in tmp_path.iterdir())
+    assert index == "fim.safetensors.index.json"
+    assert files == [f"fim-0000{i + 1}-of-0000{len(files)}.safetensors" for i in range(len(files))]
+    assert len(files) > 1
+    assert_same(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data(), **same))
 
 
 @pytest.mark.slow
