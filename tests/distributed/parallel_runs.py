@@ -26,6 +26,7 @@ FOUR_HEADS: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 4}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Llama": partial(CAUSAL["Llama"], **FOUR_HEADS),
     "Mixtral": partial(CAUSAL["Mixtral"], **FOUR_HEADS),
+    "Qwen2": partial(CAUSAL["Qwen2"], **FOUR_HEADS),
     "Qwen3": partial(make, "Qwen3ForCausalLM", "Qwen3Config", LLAMA, head_dim=4, **FOUR_HEADS),
 }
 Plan = dict[str, Any]
@@ -225,6 +226,10 @@ def kinds(_: int) -> None:
     found = nm.fisher_diagonal(parallel(network(), layers()), runs.batches(40), rtol=0.2)
     compare(found.gathered(), nm.fisher_diagonal(network(), runs.batches(40), distributed=False, rtol=0.2))
     assert 0 < found.provenance.batches < 40
+    trace = nm.fisher_trace(parallel(network(), layers()), runs.batches(40), rtol=0.2)
+    of_one = nm.fisher_trace(network(), runs.batches(40), rtol=0.2, distributed=False)
+    assert 0 < trace.count == of_one.count < 600
+    assert trace.value == pytest.approx(of_one.value, rel=1e-6)
 
 
 def language(rank: int, folder: Path, names: list[str], options: dict[str, Any]) -> None:
@@ -241,18 +246,13 @@ def language(rank: int, folder: Path, names: list[str], options: dict[str, Any])
         config = DistributedConfig(tp_size=dist.get_world_size())
         kind: Any = type(make())
         model = kind.from_pretrained(folder / name, distributed_config=config, dtype=torch.float64, **more).eval()
-        found = nm.fisher_diagonal(model, sequences()[:3], **options).gathered()  # type: ignore[attr-defined]
+        found: Any = nm.fisher_diagonal(model, sequences()[:3], **options)
         ours, theirs = found.provenance.granularity, expected.provenance.granularity
-        assert {key for key in ours if "batch" in ours[key] and "batch" not in theirs[key]} == {
-            key
-            for key in ours
-            if name != "Llama" and ("experts" in key or key.endswith(("q_norm.weight", "k_norm.weight")))
-        } - ({*ours} if options else set())
-        for key, value in found.sums.items():
-            if ours[key].split(",")[0] == theirs[key]:
-                torch.testing.assert_close(
-                    value, expected.sums[key], rtol=1e-5, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}"
-                )
+        left = {key for key in ours if ours[key] in ("batch", "sample, one by one")}
+        assert left == {key for key in ours if any(text in key for text in ("experts", "q_norm", "k_norm"))}
+        for key, value in found.gathered().sums.items():
+            if ours[key] == theirs[key] or options:
+                torch.testing.assert_close(value, expected.sums[key], rtol=1e-5, atol=1e-9)
 
 
 def wrong_rule(rank: int) -> None:
@@ -325,14 +325,15 @@ def rounded(rank: int) -> None:
         assert torch.equal(own, mine) == (rank == 0)
 
 
-def refused(_: int) -> list[str]:
+def refused(rank: int) -> list[str]:
     """Arguments and models that are refused with a message that names them."""
     model, block_of = parallel(network(), layers()), {**divided(), "head": ColwiseParallel()}
     world = dist.get_world_size()
     grid, flat = init_device_mesh("cpu", (1, world)), uneven()
     flat[0].weight = nn.Parameter(distribute_tensor(flat[0].weight.data, grid, [Replicate(), Shard(0)]))
     norm = nn.Sequential(nn.Linear(6, 8 * world), nn.LayerNorm(8), nn.Linear(8 * world, 5))
-    sampler, unlabelled = runs.loader(_, 32, world), [x for x, _ in ids(2)]
+    sampler, unlabelled = runs.loader(rank, 32, world), [x for x, _ in ids(2)]
+    other = runs.batches(3)[1 + rank :][:1]
     rows: dict[str, Any] = {"error_bars": "rows"}
     functions: list[Any] = [nm.fisher_operator, nm.fisher_kronecker, lambda model, _: nm.RunningFisher(model)]
     cases: list[tuple[str, Callable[[], Any]]] = [
@@ -344,6 +345,8 @@ def refused(_: int) -> list[str]:
         ("in float16", lambda: nm.fisher_diagonal(parallel(network().half(), layers()), runs.batches(2))),
         (f"on a mesh of 1x{world} for {world}", lambda: nm.fisher_diagonal(flat, runs.batches(2))),
         ("`logits` must be the same", lambda: nm.fisher_diagonal(parallel(block(), block_of), unlabelled)),
+        ("`data` must be the same batches", lambda: nm.fisher_diagonal(model, runs.batches(2 + rank))),
+        ("`data` must be the same batches", lambda: nm.fisher_diagonal(model, [*runs.batches(1), *other])),
         ("`logits` must be the same", lambda: nm.fisher_diagonal(Rounded(True), runs.batches(2))),
         (
             "others for '1.weight', '1.bias'",

@@ -37,12 +37,12 @@ _SMALL = 0.125  # of (mean t)², for a sample on average: then entries that need
 class Adaptive(Estimator):
     """Unbiased like `Hutchinson`, at a given cost, with passes for the samples whose estimates would be noisy.
 
-    The outputs of `window` batches are computed first.  Samples that contribute little are left out at random and
-    weighted where they are kept; those with much noise get passes for their leading eigenvectors.  Batches are
-    regrouped accordingly.  On trained classifiers few samples carry most of F and of its noise, so that this is several
-    times more accurate.  Where all samples are alike, as with near-uniform predictions, looking at outputs first does
-    not pay: then all get the same number of passes, and nothing is computed twice.  This is decided for each window by
-    its first batch.
+    On trained classifiers few samples carry most of F and of its noise, and outputs say which: they get passes for
+    their leading eigenvectors.  Above a cost of one everyone is kept where that is as good: noisy samples send an
+    eigenvector in the pass of their batch, and are regrouped for the rest.  Else the outputs of `window` batches are
+    computed first; samples that contribute little are left out at random, and weighted where they are kept.  Where all
+    samples are alike, as with near-uniform predictions, all get the same number of passes, and nothing is computed
+    twice.  Which of these is done is decided for each window by its first batch (`strategy`).
 
     Args:
         cost: in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.

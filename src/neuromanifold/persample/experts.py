@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from neuromanifold.persample.follow import shape_of, signed
 from neuromanifold.persample.gradients import Form, Routed
+from neuromanifold.persample.graph import Node, shape_of, signed
 from neuromanifold.persample.places import ROWS, Layout
 
-Node = Any
 CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
 
 

@@ -189,7 +189,7 @@ def _sharded_diagonal(
     rtol: float | None,
     kind: ErrorBars,
 ) -> ShardedFisher:
-    """Return the diagonal of a model in FSDP2, of which each process has its part."""
+    """Return the diagonal of a model in FSDP2 or tensor parallelism, of which each process has its part."""
     random = settings.estimator.noise_factor > 0
     with sharded(problem, settings, options) as shards:
         sums = ShardedSums(shards, fourth_powers=kind if random else False)
@@ -276,7 +276,7 @@ def _run(
 ) -> Counts:
     """Run the loop until the data end or Σ stderr <= rtol Σ F; warn if `rtol` was not reached.
 
-    `shards`: those of a model in FSDP2, whose processes run every batch in step (`lockstep/loop.py`).
+    `shards`: those of a model that is divided among processes, which run every batch in step (`lockstep/loop.py`).
     """
     random = settings.estimator.noise_factor > 0
     if rtol is not None:

@@ -1,6 +1,7 @@
-"""Accumulator for the diagonal of a model in FSDP2: each process keeps the sums of its part of every parameter.
+"""Accumulator for the diagonal of a model in parts: each process keeps the sums of its part of every parameter.
 
-Squares of a layer are added up over the samples of the local batch at full size, then over processes (`shards.py`).
+In FSDP2, squares of a layer are added up over the samples of the local batch at full size, then over processes; in
+tensor parallelism, each process has those of its part (`persample/shards/`).
 """
 
 from __future__ import annotations

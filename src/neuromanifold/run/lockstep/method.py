@@ -1,4 +1,4 @@
-"""Per-sample gradients of a model in FSDP2: as many passes on each process as the one with most of them needs.
+"""Per-sample gradients of a model in parts: as many passes on each process as the one with most of them needs.
 
 What a process does next depends on its own batches.  Before it runs the model it tells the others, and what comes first
 in the order below, if any of them asks for it, is done by all of them: by some for the others' sake.
