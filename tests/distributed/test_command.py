@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,24 +92,32 @@ def test_the_command_on_two_processes(
 
 
 @pytest.mark.parametrize(
-    ("start", "name"),
+    ("start", "name", "options"),
     [
-        (two_processes, "parallel_model"),
-        *(pytest.param(torchrun, name, marks=pytest.mark.slow) for name in ("sharded_model", "parallel_model")),
+        (two_processes, "parallel_model", {}),
+        (two_processes, "sharded_model", {"error_bars": "rows", "passes": 0.6}),
+        *(pytest.param(torchrun, name, {}, marks=pytest.mark.slow) for name in ("sharded_model", "parallel_model")),
     ],
 )
 def test_a_model_in_parts_on_two_processes(
-    start: Callable[..., subprocess.CompletedProcess[str]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., subprocess.CompletedProcess[str]],
+    name: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each of them writes its part; the table is made of the files."""
     monkeypatch.chdir(ROOT)
     names = ["-m", f"{__name__}:{name}", "-d", f"{__name__}:data"]
+    names += [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     done = start("estimate", *names, "-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Diagonal of the Fisher information") == 1
-    files = [f"fim-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [*files, "fim.safetensors.index.json"]
-    sharded_runs.compare(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data()))
+    *files, index = sorted(entry.name for entry in tmp_path.iterdir())
+    assert index == "fim.safetensors.index.json"
+    assert files == [f"fim-0000{i + 1}-of-0000{len(files)}.safetensors" for i in range(len(files))]
+    assert len(files) > 1
+    sharded_runs.compare(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data(), **options))
 
 
 @pytest.mark.slow
