@@ -29,7 +29,7 @@ def test_the_last_error_bars_take_the_memory_of_their_sums():
     (before,) = sums.standard_errors()
     assert before.data_ptr() != kept.data_ptr()
     (again,) = sums.standard_errors()
-    (last,) = sums.standard_errors(last=True)
+    (last,) = sums.standard_errors(in_place=True)
     assert last.data_ptr() == kept.data_ptr()
     assert torch.equal(before, again)
     assert torch.equal(before, last)
