@@ -107,7 +107,7 @@ def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkey
     monkeypatch.setattr(forms, "GPU_TILE", 2000)
     monkeypatch.setattr(forms, "CPU_TILE", 2000)
     for rounded in (False, True):
-        monkeypatch.setattr(forms, "_stays", lambda *_, rounded=rounded: rounded)
+        monkeypatch.setattr(forms, "_keeps_bfloat16", lambda *_, rounded=rounded: rounded)
         sums = DiagonalSums([parameter], kind)
         sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(4.0, NoiseFactors(sample=1.0)))
         expected = truth[1].sum(0) if kind == "rows" else truth[1].square().sum(0)
