@@ -1,5 +1,6 @@
 """What processes do with tensor-parallel models; each function takes the rank first, and compares with the whole."""
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,57 @@ def sequence_parallel(_: int) -> None:
     """No square of tokens below: positions are not followed through their division."""
     equal(block, along_the_sequence(), ids(2), granularity="sample")
     equal(block, along_the_sequence(), ids(2), estimator=nm.Empirical())
+
+
+def drawn(seed: int) -> tuple[Callable[[], nn.Sequential], Plan, list[Any], dict[str, Any]]:
+    """A network with layers, sizes and a plan drawn at random; its data, and an estimator."""
+    chance = random.Random(seed)
+    width, sequences_of = chance.choice((3, 4, 6, 8)), chance.choice((0, 1, 2, 4))
+    made: list[Callable[[], nn.Module]] = []
+    plan: Plan = {}
+    tokens = sequences_of > 0 and chance.random() < 0.7
+    if tokens:
+        made.append(partial(nn.Embedding, 11, width, padding_idx=chance.choice((None, 0, 3))))
+        if way := chance.choice((None, RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(**WHOLE))):
+            plan["0"] = way
+    first = width
+    for _ in range(chance.randint(1, 4)):
+        kind, place = chance.choice(("alone", "alone", "pair", "norm")), len(made)
+        if kind == "norm":
+            made.append(partial(chance.choice((nn.LayerNorm, nn.RMSNorm)), width))
+            continue
+        inner, before, width = chance.choice((4, 8)), width, chance.choice((3, 4, 5, 8))
+        bias, further = chance.random() < 0.7, chance.choice((nn.Tanh, nn.ReLU))
+        if kind == "pair":
+            made += [partial(nn.Linear, before, inner, bias=bias), further, partial(nn.Linear, inner, width)]
+            plan |= {f"{place}": ColwiseParallel(), f"{place + 2}": RowwiseParallel()}
+        else:
+            made += [partial(nn.Linear, before, width, bias=bias), further]
+            if way := chance.choice((None, RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(**WHOLE))):
+                plan[f"{place}"] = way
+    classes = chance.choice((2, 3, 5))
+    plan[f"{len(made)}"] = chance.choice((RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(**WHOLE)))
+    made.append(partial(nn.Linear, width, classes))
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(*(one() for one in made)).double()
+
+    generator, batches, samples = torch.Generator().manual_seed(seed), [], chance.choice((1, 2, 5))
+    shape = (samples, *([sequences_of] if sequences_of else []))
+    for _ in range(3):
+        noise = torch.randn(*shape, first, generator=generator, dtype=torch.float64)
+        x = torch.randint(0, 11, shape, generator=generator) if tokens else noise
+        batches.append((x, torch.randint(0, classes, shape, generator=generator)))
+    settings: list[dict[str, Any]] = [{}, {"granularity": "batch"}, {"granularity": "sample"}]
+    estimators = (nm.Exact(), nm.Empirical(), nm.MonteCarlo(2))
+    return make, plan, batches, chance.choice([*settings, *({"estimator": one} for one in estimators)])
+
+
+def random_plans(_: int, first: int, number: int) -> None:
+    for seed in range(first, first + number):
+        make, plan, data, options = drawn(seed)
+        equal(make, plan, data, **options)
 
 
 class Gated(nn.Module):

@@ -45,6 +45,15 @@ def test_kinds_of_models(world: int) -> None:
     values(world, parallel_runs.kinds)
 
 
+@pytest.mark.parametrize(
+    ("world", "first", "number"),
+    [(2, 0, 5), *(pytest.param(world, 100 * world, 30, marks=pytest.mark.slow) for world in (2, 4))],
+)
+def test_plans_drawn_at_random(world: int, first: int, number: int) -> None:
+    """Networks of layers alone and in pairs, embeddings and norms, for each estimator."""
+    values(world, parallel_runs.random_plans, first, number)
+
+
 @WORLDS
 def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one(world: int) -> None:
     values(world, parallel_runs.without_rule)

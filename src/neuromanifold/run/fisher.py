@@ -120,7 +120,8 @@ def fisher_diagonal(
         distributed: what happens where `torch.distributed` is initialised.  "auto": all processes, which must make the
             same call, share the batches of the same data, and each of them returns the whole result; or each has data
             of its own, if a DistributedSampler divides them.  "own data": each has data that no other has, however
-            they were divided.  False: this process runs alone.
+            they were divided.  False: this process runs alone.  The processes of a tensor-parallel model do all batches
+            together.
         error_bars: what gets standard errors.  True: each entry, which takes as much memory as the values.  "rows": the
             sum of each row of a weight (`fim.rows`), which takes a fraction of a percent.  False: nothing.  "auto":
             rows for more than 2**28 entries, which `fim.error_bars` says, else each entry.
