@@ -15,7 +15,7 @@ from common import BASELINE, forward_backward, interleaved, keep, setting, table
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.persample import follow, graph, plan
+from neuromanifold.persample import follow, graph, sites
 
 EXACT = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_local_experts": 8}
 LARGER = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_local_experts": 8}
@@ -36,8 +36,8 @@ def mixtral(sizes: dict[str, int], implementation: str | None = None) -> nn.Modu
 
 def as_before(call: Callable[[], nm.DiagonalFisher]) -> nm.DiagonalFisher:
     """Run without the rule for experts, and without following samples by the values of indices."""
-    nothing = mock.patch.object(graph, "expert_site", return_value=None)
-    unread = mock.patch.object(plan, "reads_values", return_value=False)
+    nothing = mock.patch.object(sites, "expert_site", return_value=None)
+    unread = mock.patch.object(graph, "reads_values", return_value=False)
     with nothing, unread, mock.patch.object(follow, "_picked", side_effect=ValueError), mock.patch.dict(follow._RULES):
         del follow._RULES["IndexAdd"]
         return call()

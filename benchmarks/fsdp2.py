@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import neuromanifold as nm
+from neuromanifold.results.error_bars import ErrorBars
 
 WIDTH, LAYERS, SAMPLES, BATCHES = 1024, 16, 16, 3
 MIB = 2**20
@@ -64,7 +65,7 @@ def growth(work: Callable[[], object]) -> float:
     return max(0, largest[0] - before) / MIB
 
 
-def measure(rank: int, world: int, folder: str, sharded: bool) -> None:
+def measure(rank: int, world: int, folder: str, sharded: bool, error_bars: ErrorBars) -> None:
     """Measure both kinds of work in this process, and write the largest of all processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
@@ -75,7 +76,7 @@ def measure(rank: int, world: int, folder: str, sharded: bool) -> None:
             network(batch).logsumexp(1).sum().backward()
             network.zero_grad()
 
-    found = torch.tensor([growth(plain), growth(lambda: nm.fisher_diagonal(network, data))])
+    found = torch.tensor([growth(plain), growth(lambda: nm.fisher_diagonal(network, data, error_bars=error_bars))])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found.tolist()))
@@ -94,14 +95,17 @@ def main() -> None:
         "",
         "Growth of a process from before the call, without weights; sums and error bars are two numbers for each ",
     ]
-    lines[-1] += "parameter."
+    lines[-1] += "parameter, or one with error bars of rows."
     lines += ["", "| model | processes | forward + backward, MiB | fisher_diagonal, MiB |", "| --- | --- | --- | --- |"]
-    for sharded, world in ((False, 1), (True, 1), (True, 2), (True, 4)):
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, args=(world, folder, sharded), nprocs=world)
-            before, after = json.loads(Path(folder, "found.json").read_text())
-        lines.append(f"| {'FSDP2' if sharded else 'whole'} | {world} | {before:.0f} | {after:.0f} |")
-        print(lines[-1])
+    kinds: tuple[ErrorBars, ...] = (True, "rows")
+    for error_bars in kinds:
+        for sharded, world in ((False, 1), (True, 1), (True, 2), (True, 4)):
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(measure, args=(world, folder, sharded, error_bars), nprocs=world)
+                before, after = json.loads(Path(folder, "found.json").read_text())
+            name = ("FSDP2" if sharded else "whole") + (", rows" if error_bars == "rows" else "")
+            lines.append(f"| {name} | {world} | {before:.0f} | {after:.0f} |")
+            print(lines[-1])
     (RESULTS / "fsdp2-cpu.md").write_text("\n".join(lines) + "\n")
 
 

@@ -96,7 +96,7 @@ def unknown_names(text: str) -> set[str]:
     """`nm.something` that is not there, and arguments in code spans (`something=value`) that nothing takes."""
     names, arguments = public_names_and_arguments()
     others = {"use_reentrant", "shuffle", "drop_last", "device_map", "extra_dims", "applies", "turned", "link_approx"}
-    others |= {"experts_implementation"}  # of transformers
+    others |= {"experts_implementation", "distributed_config", "tp_size"}  # of transformers
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if not span.startswith(("-", "neuromanifold "))]
     keywords = {word for span in spans for word in re.findall(r"(?<![\w-])([A-Za-z_]\w*)=(?!=)", span)}
     used = set(re.findall(r"\bnm\.([A-Za-z_]\w*)", text))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -187,6 +188,23 @@ def broken_in_all(_: int, path: Path, at: int, number: int) -> None:
     """Data that fail in all processes before batch `at`, with a checkpoint."""
     checkpoint = nm.Checkpoint(path / "state", every=0)
     nm.fisher_diagonal(network(), failing_data(batches(number), at), checkpoint=checkpoint)
+
+
+def threads_of_gloo() -> int:
+    """Threads of process groups of gloo in this process, on Linux."""
+    tasks = Path("/proc/self/task")
+    return sum((task / "comm").read_text().startswith("pt_gloo") for task in tasks.iterdir())
+
+
+def group_of_its_own(rank: int) -> tuple[bool, bool, list[int]]:
+    """Small values of processes that have another backend than gloo: whether threads come and go with their group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        dist.barrier()
+        before = threads_of_gloo()
+        with processes.Processes(rank, dist.get_world_size()).in_step() as in_step:
+            found, inside = in_step.gather("rank", rank), threads_of_gloo()
+        return inside > before, threads_of_gloo() == before, found
 
 
 def wrong_in_one(rank: int) -> None:

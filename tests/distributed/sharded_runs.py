@@ -92,14 +92,16 @@ def adaptive(rank: int, number: int, costs: list[float]) -> None:
         assert trace.stderr == pytest.approx(whole.stderr, rel=1e-6)
 
 
-def adaptive_otherwise(rank: int) -> None:
-    """Sequences, samples that cannot be regrouped, error bars of rows, and a tolerance."""
-    few: dict[str, Any] = {"estimator": nm.Adaptive(0.6, window=2)}
-    equal(rank, partial(llama, num_hidden_layers=2), layers, sequences(), few)
-    single = [(x[:1], y[:1]) for x, y in runs.batches(5)]
-    equal(rank, confident, middle, single, {"estimator": nm.Adaptive(1.5, window=2)})
+def adaptive_otherwise(rank: int, more: bool) -> None:
+    """Sequences, error bars of rows; samples that cannot be regrouped, and a tolerance."""
     several: dict[str, Any] = {"estimator": nm.Adaptive(1.5, window=2)}
     equal(rank, confident, middle, runs.batches(5), several | {"error_bars": "rows"})
+    few: dict[str, Any] = {"estimator": nm.Adaptive(0.6, window=2)}
+    equal(rank, partial(llama, num_hidden_layers=2), layers, sequences()[: 5 if more else 3], few)
+    if not more:
+        return
+    single = [(x[:1], y[:1]) for x, y in runs.batches(5)]
+    equal(rank, confident, middle, single, several)
     model = confident()
     shard(model, middle(model))
     found = nm.fisher_diagonal(model, runs.batches(60), rtol=0.3, **several)
@@ -172,7 +174,7 @@ def compare(
     assert ours.weights == theirs.weights
     if same_run:
         assert (ours.left_out, ours.draws) == (theirs.left_out, theirs.draws)
-        assert ours.noise_ratio == pytest.approx(theirs.noise_ratio)
+        assert ours.noise_ratio == pytest.approx(theirs.noise_ratio, abs=1e-7)  # the root of what is rounding
         assert ours.data_fingerprints == theirs.data_fingerprints
 
 
@@ -515,7 +517,7 @@ def checkpointed(rank: int, folder: Path, number: int, at: int, options: dict[st
     found.save(folder / "fim.safetensors")
 
 
-def killed(rank: int, folder: Path, who: int, after: float, number: int) -> None:
+def killed(rank: int, folder: Path, who: int, after: float, number: int, options: dict[str, Any]) -> None:
     """One process is killed some seconds after its first batch; with a checkpoint of every round."""
     processes._SILENT = 2.0
 
@@ -525,9 +527,9 @@ def killed(rank: int, folder: Path, who: int, after: float, number: int) -> None
                 threading.Thread(target=runs.kill_this_process, args=(after,), daemon=True).start()
             yield batch
 
-    model = network()
+    model = confident() if "estimator" in options else network()
     shard(model, middle(model))
-    nm.fisher_diagonal(model, data(), checkpoint=nm.Checkpoint(folder / "state", every=0))
+    nm.fisher_diagonal(model, data(), checkpoint=nm.Checkpoint(folder / "state", every=0), **options)
 
 
 def interrupted(rank: int, folder: Path, on_interrupt: str) -> list[str]:

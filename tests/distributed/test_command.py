@@ -10,14 +10,16 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import neuromanifold as nm
 from tests import forked
-from tests.distributed import runs, sharded_runs
+from tests.distributed import parallel_runs, runs, sharded_runs
 from tests.distributed.test_data_parallel import assert_same, load
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,11 @@ def data() -> list[tuple[Tensor, Tensor]]:
 def sharded_model() -> nn.Module:
     """In FSDP2, which is up to whoever makes a model that does not fit."""
     return sharded_runs.shard(runs.network(), [])  # type: ignore[no-any-return]
+
+
+def parallel_model() -> nn.Module:
+    """Tensor-parallel, the same."""
+    return parallel_runs.parallel(runs.network(), {"0": ColwiseParallel(), "2": RowwiseParallel()})  # type: ignore[no-any-return]
 
 
 def failing_data() -> list[tuple[Tensor, Tensor]]:
@@ -84,16 +91,33 @@ def test_the_command_on_two_processes(
     assert_same(load(tmp_path / "fim.safetensors"), expected)
 
 
-@pytest.mark.slow
-def test_a_model_in_fsdp2_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "name", "options"),
+    [
+        (two_processes, "parallel_model", {}),
+        (two_processes, "sharded_model", {"error_bars": "rows", "passes": 0.6}),
+        *(pytest.param(torchrun, name, {}, marks=pytest.mark.slow) for name in ("sharded_model", "parallel_model")),
+    ],
+)
+def test_a_model_in_parts_on_two_processes(
+    start: Callable[..., subprocess.CompletedProcess[str]],
+    name: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each of them writes its part; the table is made of the files."""
-    names = ["-m", f"{__name__}:sharded_model", "-d", f"{__name__}:data"]
-    done = torchrun("estimate", *names, "-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state")
+    monkeypatch.chdir(ROOT)
+    names = ["-m", f"{__name__}:{name}", "-d", f"{__name__}:data"]
+    names += [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    done = start("estimate", *names, "-o", tmp_path / "fim.safetensors", "--checkpoint", tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Diagonal of the Fisher information") == 1
-    files = [f"fim-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [*files, "fim.safetensors.index.json"]
-    assert_same(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data()))
+    *files, index = sorted(entry.name for entry in tmp_path.iterdir())
+    assert index == "fim.safetensors.index.json"
+    assert files == [f"fim-0000{i + 1}-of-0000{len(files)}.safetensors" for i in range(len(files))]
+    assert len(files) > 1
+    sharded_runs.compare(load(tmp_path / "fim.safetensors"), nm.fisher_diagonal(model(), data(), **options))
 
 
 @pytest.mark.slow

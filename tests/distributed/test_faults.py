@@ -20,6 +20,12 @@ def expected(number: int = NUMBER, **options: Any) -> nm.DiagonalFisher:
     return nm.fisher_diagonal(runs.network(), runs.batches(number), **options)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed on Linux")
+def test_threads_of_a_group_of_its_own_end_with_it() -> None:
+    """Those that outlive the interpreter abort."""
+    assert values(2, runs.group_of_its_own) == [(True, True, [0, 1])] * 2
+
+
 def test_a_failure_between_two_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong number that one process sees ends a test at once, though the others wait for it to begin the next run."""
     monkeypatch.setattr("tests.distributed.launch.GRACE", 0.2)

@@ -60,9 +60,11 @@ def test_adaptive_passes(world: int, number: int, costs: list[float]) -> None:
     values(world, sharded_runs.adaptive, number, costs)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_adaptive_passes_of_other_kinds(world: int) -> None:
-    values(world, sharded_runs.adaptive_otherwise)
+@pytest.mark.parametrize(
+    ("world", "more"), [(2, False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in (2, 3))]
+)
+def test_adaptive_passes_of_other_kinds(world: int, more: bool) -> None:
+    values(world, sharded_runs.adaptive_otherwise, more)
 
 
 def test_an_error_that_is_caught_ends_the_run_all_the_same() -> None:
@@ -187,19 +189,23 @@ def test_ctrl_c_in_one_process_ends_all_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"error_bars": "rows"}, {"estimator": nm.Adaptive(1.5, window=2)}], ids=str)
 @pytest.mark.parametrize(("seed", "worlds"), [(0, [2, 2, 3]), (1, [2, 4]), (2, [4, 4, 2])])
-def test_processes_killed_at_random_times_change_nothing(seed: int, worlds: list[int], tmp_path: Path) -> None:
+def test_processes_killed_at_random_times_change_nothing(
+    seed: int, worlds: list[int], options: dict[str, Any], tmp_path: Path
+) -> None:
     """Whatever they were at, such as the files of a checkpoint; another number of processes goes on."""
     chance, number, died = random.Random(seed), 24, 0
     for _ in range(5):
         world = chance.choice(worlds)
         who, after = chance.randrange(world), chance.uniform(0.05, 0.8)
-        found = outcomes(world, sharded_runs.killed, tmp_path, who, after, number)
+        found = outcomes(world, sharded_runs.killed, tmp_path, who, after, number, options)
         died += found[who] is None
         for rank, one in enumerate(found):
             told = "Another process has died", f"Rank {who} of {world} has not been heard of", "store"
             assert rank == who or one[0] or any(text in one[1] for text in told), one
     assert died >= 2
-    values(chance.choice(worlds), sharded_runs.checkpointed, tmp_path, number, -1, {})
-    expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(number))
+    values(chance.choice(worlds), sharded_runs.checkpointed, tmp_path, number, -1, options)
+    whole = sharded_runs.confident() if "estimator" in options else sharded_runs.network()
+    expected = nm.fisher_diagonal(whole, runs.batches(number), **options)
     sharded_runs.compare(nm.load(tmp_path / "fim.safetensors"), expected, noise=False)

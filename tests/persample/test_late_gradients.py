@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.persample.engine import PerSampleGradients
-from neuromanifold.persample.follow import leaves_in_place
 from neuromanifold.persample.gradients import Dense
+from neuromanifold.persample.graph import leaves_in_place
 from neuromanifold.persample.rules import registry
 
 

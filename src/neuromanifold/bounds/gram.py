@@ -189,39 +189,42 @@ class GramRun(ABC):
 
     def _grams(self, outputs: Outputs, budget: int | None) -> Tensor:
         """Return K of the valid distributions, [rows, C, C] in float64 on the CPU."""
-        logits, valid = outputs.logits, outputs.valid
+        logits, valid, gradients = outputs.logits, outputs.valid, self._class_gradients(outputs.logits)
         places = logits.shape[1:-1].numel()
         counts = torch.ones(logits.shape[:-1], dtype=torch.bool) if valid is None else valid.cpu()
         counts = counts.reshape(len(logits), places)
         numbers = (counts.flatten().cumsum(0) - 1).view_as(counts) + self._rows
         K = torch.zeros(len(logits), places, logits.shape[-1], logits.shape[-1], dtype=torch.float64)
         for t in counts.any(0).nonzero().flatten().tolist():
-            K[:, t] = self._grams_at(logits, t, counts[:, t].nonzero().flatten(), numbers[:, t], budget)
+            K[:, t] = self._grams_at(gradients, logits, t, counts[:, t].nonzero().flatten(), numbers[:, t], budget)
+        self._passes += gradients.passes
         return K[counts]
 
-    def _grams_at(self, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None) -> Tensor:
+    def _grams_at(
+        self, gradients: ClassGradients, logits: Tensor, t: int, index: Tensor, numbers: Tensor, budget: int | None
+    ) -> Tensor:
         """Return K at one position of every sample, [n, C, C]."""
-        gradients, backward, places = self._class_gradients(logits), self._method.captured, logits.shape[1:-1].numel()
+        backward, device = self._method.captured, logits.device
+        places, classes = logits.shape[1:-1].numel(), logits.shape[-1]
         assert backward is not None
 
         def cotangent(c: int) -> Tensor:
-            one = torch.zeros(len(logits), places, logits.shape[-1], dtype=logits.dtype, device=logits.device)
+            one = torch.zeros(len(logits), places, classes, dtype=logits.dtype, device=device)
             one[:, t, c] = 1
             return one.view(logits.shape)
 
-        scale = min(self._method.scale_of(logits, cotangent(c), backward) for c in range(logits.shape[-1]))
-        K = torch.zeros(len(logits), logits.shape[-1], logits.shape[-1], dtype=torch.float64)
+        scale = self._method.scale_of(logits, map(cotangent, range(classes)), backward)
+        K = torch.zeros(len(logits), classes, classes, dtype=torch.float64, device=device)
         chunk = Chunk(numbers[index], {}, scale)
         for i, stack in gradients.stacks(logits, cotangent, scale, budget):
-            K += stack.inner().cpu()
+            K += stack.inner().to(device)
             self.kept.add(i, stack, index, chunk)
         for n in index.tolist() if backward.uses.remaining else ():
             for i, flat in gradients.remaining_stacks(logits, cotangent, n, backward.uses.remaining, scale).items():
-                K[n] += flat.inner()[0].cpu()
+                K[n] += flat.inner()[0].to(device)
                 self.kept.add(i, flat, torch.tensor([0]), chunk)
-        self.kept.end_chunk(chunk, logits.shape[-1])
-        self._passes += gradients.passes
-        return K / scale**2
+        self.kept.end_chunk(chunk, classes)
+        return K.cpu() / scale**2
 
 
 class _Grams(GramRun):

@@ -156,3 +156,8 @@ def sample_shape(generator: object, shape: object) -> torch.Size:
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """torch.broadcast_shapes, which has no type annotations."""
     return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def is_readable(values: Tensor) -> bool:
+    """Whether values can be read without waiting for a GPU, and are there at all (fake tensors have none)."""
+    return values.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()

@@ -112,7 +112,7 @@ class JacobianProducts:
                 errors[method] = math.hypot(*checks) / math.sqrt(len(checks))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # of any kind: operations without derivatives raise what they like
+            except Exception as error:  # of any kind: operations without derivatives raise different errors
                 first = first or error
                 continue
             if errors[method] <= tolerance.rounding:
@@ -130,7 +130,7 @@ class JacobianProducts:
         raise ValueError(message("model", "differentiable in forward mode, or twice", got, advice)) from first
 
     def begin_pass(self) -> None:
-        """Look whether float16 is involved: autocast may have changed since the last pass over the data."""
+        """Check whether float16 is involved: autocast may have changed since the last pass over the data."""
         dtypes = dtypes_in_use(self.model.parameters(), self.parameters[0].device)
         half = self._half_logits or torch.float16 in dtypes
         if half != self._half:

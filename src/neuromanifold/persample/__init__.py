@@ -1,1 +1,1 @@
-"""Pullbacks: from cotangents on the logits to squares in the parameters."""
+"""Per-sample gradients: from cotangents on the logits to squares in the parameters."""

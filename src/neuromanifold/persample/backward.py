@@ -20,11 +20,11 @@ from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.accumulate.base import Pass, TakesForms
 from neuromanifold.persample.gradients import Form, add
-from neuromanifold.persample.graph import BroadcastSite, Site
 from neuromanifold.persample.hooks import Capture, Hooks
 from neuromanifold.persample.places import Layout
 from neuromanifold.persample.plan import Key, Plan, Use, Uses
 from neuromanifold.persample.shards import on_this_process, own_part
+from neuromanifold.persample.sites import BroadcastSite, Site
 
 
 class VerificationObserver(Protocol):

@@ -134,7 +134,7 @@ class PerSampleGradients:
     ) -> None:
         """`tokens`: give gradients for each position of a sequence where they can be squared (`tokens.py`).
 
-        `shards`: those of the parameters in FSDP2.  All processes then do the same, and decide together.
+        `shards`: those of parameters that are divided among processes, which then do the same and decide together.
         """
         dispatch.wanted_kernels()  # a wrong value is an error here, and no reason to leave parameters to autograd
         self.names, self.parameters = list(parameters), list(parameters.values()) if shards is None else shards.whole

@@ -20,14 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from neuromanifold.persample.graph import (
+    Node,
+    leaves_in_place,
+    operation,
+    shape_of,
+    shifted_dims,
+    signed,
+    takes_own_rows,
+)
 from neuromanifold.persample.places import SHARED, UNKNOWN, Place, both, locate, owners, regular, reshaped
 
-Node = Any
 _ELEMENTWISE = frozenset(
     """
     Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Celu Ceil Clamp ClampMax ClampMin Clone Cos
@@ -41,75 +49,6 @@ _RESHAPES = frozenset("View UnsafeView ReshapeAlias Unsqueeze Squeeze Reshape Vi
 _REDUCES = frozenset("Sum Mean Amax Amin Logsumexp Norm LinalgVectorNorm Std Var Prod Median Max Min All Any".split())
 _ALONG = frozenset("Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Topk Sort".split())
 _POOLS = tuple("AvgPool MaxPool AdaptiveAvgPool AdaptiveMaxPool Upsample MkldnnAdaptiveAvgPool ReflectionPad".split())
-
-
-def operation(node: Node) -> str:
-    """Return the name of a node's operation, without "Backward0" and the like.
-
-    Functions of a user's own, which have no number at the end, keep theirs: one that is called Add may do anything.
-    """
-    name: str = node.name()
-    return name.partition("Backward")[0] if name[-1:].isdigit() else name
-
-
-def signed(number: int) -> int:
-    """Return a number that a node has saved: negative ones come as unsigned ones of 64 bits."""
-    return number - 2**64 if number >= 2**63 else number
-
-
-def shape_of(node: Node, output: int = 0) -> torch.Size:
-    """Return the shape of what a node's operation computed."""
-    return torch.Size(node._input_metadata[output].shape)
-
-
-def takes_own_rows(node: Node) -> bool:
-    """Return whether an indexing is x[arange(n), ids]: then it takes from each sample its own.
-
-    The values of the first index decide, so that it is part of a graph's signature.  They cannot be read while a CUDA
-    graph is captured, which only happens after it has been verified.
-    """
-    indices = node._saved_indices
-    given = [index for index in indices if index is not None]
-    if len(given) < 2 or indices[0] is None or indices[0].ndim != 1 or indices[0].dtype == torch.bool:
-        return False
-    rows: Tensor = indices[0]
-    if rows.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
-        return True
-    return torch.equal(rows, torch.arange(len(rows), device=rows.device, dtype=rows.dtype))
-
-
-def shifted_dims(node: Node) -> tuple[int, ...]:
-    """Return the dimensions, counted from the last, that padding shifts: as much is added in front as is cut behind."""
-    before, after = ([signed(amount) for amount in node._saved_pad[k::2]] for k in (0, 1))
-    return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
-
-
-MOVES_ROWS = frozenset({"IndexBackward0", "IndexSelectBackward0", "IndexAddBackward0"})
-"""Operations of which an index says where rows come from."""
-
-
-def reads_values(node: Node) -> bool:
-    """Return whether the values of such an index decide which sample owns the rows of the operation's input."""
-    if node.name() == "IndexBackward0":
-        first = node._saved_indices[0]
-        picked = first is not None and first.ndim == 1 and not takes_own_rows(node)
-    else:
-        picked = signed(node._saved_dim) in (0, -len(shape_of(node)))
-    rows = 1 if node.name() == "IndexAddBackward0" else 0  # the input that has them
-    below = node.next_functions[rows][0] if picked else None
-    return below is not None and not hasattr(below, "variable")
-
-
-def leaves_in_place(node: Node) -> bool:
-    """Return whether an `as_strided` sees all entries of a new mean where they are, with other strides of single ones.
-
-    So does pooling to one pixel with channels last, [n, c, h, w] ─ mean ─► [n, c, 1, 1] ─ as_strided ─► [n, c, 1, 1].
-    """
-    shape, ((below, output), *_) = shape_of(node), node.next_functions
-    if below is None or operation(below) != "Mean" or shape_of(below, output) != shape or node._saved_storage_offset:
-        return False
-    strides = zip(shape, node._saved_stride, torch.empty(shape, device="meta").stride(), strict=True)
-    return all(size == 1 or own == dense for size, own, dense in strides)
 
 
 def follow(order: Sequence[Node], samples: int, identities: frozenset[str], before: int = 1) -> dict[Node, Place]:

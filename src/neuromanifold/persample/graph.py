@@ -1,205 +1,20 @@
-"""Autograd's graph of a forward pass: its signature, and where parameters outside of modules with a rule are used.
-
-Position tables, class tokens, scales, the projections of nn.MultiheadAttention: autograd gives the gradient of such a
-tensor s summed over the samples.  One step earlier it is not: where s is broadcast over the batch, the gradient g of
-the result still has a row for each sample.  So the graph is searched for these broadcast sites:
-
-    x + s, expand(s)    ∂/∂s of a sample = its part of g, summed over what s is broadcast over
-    x∘s                 the same with g∘x
-    x @ s (+ b)         Σ over its rows of x ⊗ g, and of g for b
-    layer_norm(x, s, b) the same as for x̂∘s + b, x̂ the normalised x
-    embedding(ids, s)   Σ over its rows of g, in the row of s that was looked up
-
-Between a site and s there may be reshapes, slices, casts, and functions of each entry alone: x∘(1 + s), exp(s).
-Any other use is not supported here.
-"""
+"""Autograd's graph from the logits down: its nodes, what they have saved, and whether two graphs are of one kind."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-
-from neuromanifold.persample.experts import CASTS, ExpertSite, expert_site, picks_matrices
-from neuromanifold.persample.follow import (
-    MOVES_ROWS,
-    leaves_in_place,
-    reads_values,
-    shape_of,
-    shifted_dims,
-    takes_own_rows,
-)
-from neuromanifold.persample.gradients import Dense, Form, Product, Rows
-from neuromanifold.persample.places import Layout, stacked
 
 Node = Any
 
-_BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
-_PRODUCTS = {"AddmmBackward0": ("bias", "_saved_mat1", "matrix"), "MmBackward0": ("_saved_self", "matrix")}
-_LAYER_NORM, _LOOKUP = "NativeLayerNormBackward0", "EmbeddingBackward0"
-_PICKS = frozenset({"IndexBackward0", "SelectBackward0", "GroupedMmBackward0"})  # one of several matrices (experts.py)
-_STRUCTURAL = (
-    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0"),
-    *("SqueezeBackward1", "SliceBackward0", "SelectBackward0", "PermuteBackward0", "TransposeBackward0", "TBackward0"),
-    *CASTS,
-)
-_POINTWISE = (  # of one tensor, and of constants of the same shape
-    *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "MulBackward0", "DivBackward0", "NegBackward0"),
-    *("ExpBackward0", "LogBackward0", "SigmoidBackward0", "TanhBackward0", "SoftplusBackward0", "PowBackward0"),
-    *("PowBackward1", "PowBackward2", "ReciprocalBackward0", "SqrtBackward0", "RsqrtBackward0", "AbsBackward0"),
-    *("ReluBackward0", "ClampBackward1"),
-)
 _ARGUMENTS = (  # of any operation that has them: they decide where rows go
     *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
     *("_saved_shifts", "_saved_training", "_saved_normalized_shape"),
 )
-
-
-class Step(NamedTuple):
-    """An operation between a tensor and where it is broadcast over the batch."""
-
-    node: Node
-    derivative: Tensor | None = None  # of each entry, where the operation is a function of it alone
-
-    def gradients(self, g: Tensor) -> Tensor:
-        """Return the per-sample gradients of the operation's input, from those of its result."""
-        return torch.vmap(self.node)(g) if self.derivative is None else g * self.derivative
-
-
-@dataclass(eq=False)
-class BroadcastSite:
-    """Where a tensor is broadcast over the batch: a node, which of its inputs, and the path to the tensor."""
-
-    node: Node
-    input: int
-    path: tuple[Step, ...]
-    shape: torch.Size  # of the tensor
-    layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
-    partner: Tensor | None = None  # what the tensor is multiplied by, once normalised; or which rows are looked up
-    statistics: tuple[Tensor, Tensor] | None = None  # mean and 1/σ, by which the partner is
-
-    @property
-    def edge(self) -> GradientEdge:
-        """The edge of autograd's graph at which the gradient of the result arrives."""
-        return GradientEdge(self.node, 0)
-
-    @property
-    def result(self) -> torch.Size:
-        """The shape of what the tensor is broadcast to."""
-        return shape_of(self.node)
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a product of matrices, in which samples and positions may share a dimension."""
-        return self.node.name() in _PRODUCTS
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether rows of the tensor are looked up."""
-        name: str = self.node.name()
-        return name == _LOOKUP
-
-    @property
-    def is_tiled(self) -> bool:
-        """Whether several entries are repeated together: [h, ...] to [n·h, ...], as DeBERTa does with its heads."""
-        result, arriving = self.result, self._arriving
-        repeated = self.node.name() == "RepeatBackward0" and len(result) == len(arriving) > 0 and arriving[0] > 1
-        return repeated and result[1:] == arriving[1:]
-
-    def candidates(self, samples: int) -> list[Layout]:
-        """Return the layouts that the result can have, going by its shape; none if the use is not supported."""
-        result, arriving = self.result, self._arriving
-        if not len(result) or not samples:
-            return []
-        if self.is_lookup:
-            if self.path or self.node._saved_scale_grad_by_freq:
-                return []
-            apart = [Layout(d) for d in range(min(2, len(result) - 1)) if result[d] == samples]
-            return apart or stacked(0, result[0], samples)
-        if self.is_product:
-            role = _PRODUCTS[self.node.name()][self.input]
-            turns = [_transposes(step.node) for step in self.path if step.node.name() not in CASTS]
-            straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
-            factors = (getattr(self.node, "_saved_alpha", 1), getattr(self.node, "_saved_beta", 1))
-            if factors != (1, 1) or not straight or (role == "bias" and len(arriving) != 1):
-                return []
-            return stacked(0, result[0], samples)
-        if self.is_tiled and result[0] == samples * arriving[0]:
-            return [Layout(0)]
-        offset = len(result) - len(arriving)
-        if any(size not in (1, result[d]) for d, size in enumerate(arriving, offset)):
-            return []  # repeated several times in a row
-        return [
-            Layout(d)
-            for d in range(min(2, len(result)))
-            if result[d] == samples and (d < offset or arriving[d - offset] == 1)
-        ]
-
-    def form(self, g: Tensor, samples: int, layout: Layout) -> Form:
-        """Return the per-sample gradients of the tensor, from the gradient g of the result."""
-        if self.is_lookup:
-            return self._rows(g, samples, layout)
-        if not self.is_product:
-            return Dense(self.gradients(g, layout))
-        g = layout.samples_first(g, samples)
-        g = g if g.ndim > 2 else g[:, None]  # [n, t, o]
-        if self.partner is None:
-            return Dense(g.sum(1))
-        x = layout.samples_first(self.partner, samples)
-        x = x if x.ndim > 2 else x[:, None]  # [n, t, i]
-        turned = any(_transposes(step.node) for step in self.path)
-        return Product(g, x) if turned else Product(x, g, turned=True)
-
-    def gradients(self, g: Tensor, layout: Layout) -> Tensor:
-        """Return the per-sample gradients as one tensor [n, *shape]; not for products of matrices."""
-        if self.partner is not None:
-            x = self.partner
-            if self.statistics is not None:
-                mean, reciprocal = self.statistics
-                x = ((x - mean) * reciprocal).to(x.dtype)
-            g = g * x
-        elif self.node.name() == "AddBackward0" and self.input == 1 and self.node._saved_alpha != 1:
-            g = g * self.node._saved_alpha
-        shape = self._arriving
-        if self.is_tiled:
-            g = g.reshape(-1, *shape)  # [n, h, ...]
-        padded = [1] * (g.ndim - len(shape)) + list(shape)
-        padded.insert(0, padded.pop(layout.dim))
-        g = g.movedim(layout.dim, 0)
-        over = tuple(d for d in range(1, g.ndim) if padded[d] == 1 and g.shape[d] != 1)
-        g = (g.sum(over, keepdim=True) if over else g).reshape(g.shape[0], *shape)
-        for step in self.path:
-            g = step.gradients(g)
-        return g.reshape(g.shape[0], *self.shape)
-
-    def _rows(self, g: Tensor, samples: int, layout: Layout) -> Rows:
-        """Return the per-sample gradients of a tensor whose rows are looked up, but for the padding row."""
-        assert self.partner is not None
-        ids = layout.samples_first(self.partner, samples).reshape(samples, -1)
-        g = layout.samples_first(g, samples).reshape(*ids.shape, -1)
-        padding = self.node._saved_padding_idx
-        if padding < self.shape[0]:  # as an unsigned number: there is none
-            g = torch.where((ids == padding)[..., None], 0.0, g)
-        return Rows(g, ids.long(), self.shape[0])
-
-    @property
-    def _arriving(self) -> torch.Size:
-        """The shape in which the tensor arrives at the site."""
-        return shape_of(self.path[0].node) if self.path else self.shape
-
-
-def _transposes(node: Node) -> bool:
-    matrix = len(shape_of(node)) == 2
-    if node.name() == "PermuteBackward0":
-        return matrix and node._saved_dims[0] % 2 == 1
-    return matrix and node.name() in ("TBackward0", "TransposeBackward0")
-
-
-Site = BroadcastSite | ExpertSite
 
 
 @dataclass(frozen=True)
@@ -283,71 +98,70 @@ def _canonical(samples: int, parts: tuple[tuple[Any, ...], ...]) -> int:
     return hash(tuple((name, *(names.get(size, size) for size in shape), *rest) for name, shape, *rest in parts))
 
 
-def broadcast_sites(node: Node, shape: torch.Size, samples: int, graph: Graph) -> list[Site] | None:
-    """Return where a node's result is broadcast over the batch; None if one of its uses is not supported."""
-    found: list[Site] = []
-    waiting: list[tuple[Node, tuple[Step, ...]]] = [(node, ())]
-    while waiting:
-        below, path = waiting.pop()
-        users = graph.users.get(below, [])
-        if not users:
-            return None  # the logits themselves
-        for user, i in users:
-            site = _site(user, i, path, shape, samples)
-            if site is not None:
-                found.append(site)
-                continue
-            arriving = shape_of(path[0].node) if path else shape
-            structural = user.name() in _STRUCTURAL or (len(arriving) == 3 and picks_matrices(user))
-            step = Step(user) if structural else _pointwise(user, i, arriving)
-            if step is None:
-                return None
-            waiting.append((user, (step, *path)))
-    return found
+def operation(node: Node) -> str:
+    """Return the name of a node's operation, without "Backward0" and the like.
+
+    Functions of a user's own, which have no number at the end, keep theirs: one that is called Add may do anything.
+    """
+    name: str = node.name()
+    return name.partition("Backward")[0] if name[-1:].isdigit() else name
 
 
-def _site(node: Node, i: int, path: tuple[Step, ...], shape: torch.Size, samples: int) -> Site | None:
-    """Return where a node uses a parameter for the rows of a batch, if it does so."""
-    site = BroadcastSite(node, i, path, shape)
-    if node.name() in (*_BROADCASTS, *_PRODUCTS, _LAYER_NORM, _LOOKUP):
-        site.layouts = tuple(site.candidates(samples))
-    if not site.layouts:
-        steps = [step.node for step in path]
-        picks = samples and not _PICKS.isdisjoint(one.name() for one in (node, *steps))
-        return expert_site(node, i, steps, shape) if picks else None
-    site.partner = _partner(site)
-    if node.name() == _LAYER_NORM:
-        site.statistics = node._saved_result1, node._saved_result2
-    return site
+def signed(number: int) -> int:
+    """Return a number that a node has saved: negative ones come as unsigned ones of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
-@torch.no_grad()
-def _pointwise(node: Node, i: int, arriving: torch.Size) -> Step | None:
-    """Return a node that is a function of each entry of its one input with a graph; None if it is not."""
-    others = (below for k, (below, _) in enumerate(node.next_functions) if k != i)
-    if node.name() not in _POINTWISE or shape_of(node) != arriving or any(other is not None for other in others):
-        return None
-    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-    if any(isinstance(one, Tensor) and one.numel() and not one.untyped_storage().nbytes() for one in saved):
-        return None  # a whole parameter that FSDP2 has freed until its backward
-    metadata = node._input_metadata[0]
-    derivative = node(torch.ones(arriving, dtype=metadata.dtype, device=metadata.device))
-    return Step(node, derivative if isinstance(derivative, Tensor) else derivative[i])
+def shape_of(node: Node, output: int = 0) -> torch.Size:
+    """Return the shape of what a node's operation computed."""
+    return torch.Size(node._input_metadata[output].shape)
 
 
-def _partner(site: BroadcastSite) -> Tensor | None:
-    """Return the tensor that autograd has saved for the gradient, which it frees during the last backward pass."""
-    node, name = site.node, site.node.name()
-    if name == "MulBackward0":
-        saved: Tensor = node._saved_other if site.input == 0 else node._saved_self
-        return saved.detach()
-    if name == _LOOKUP:
-        ids: Tensor = node._saved_indices
-        return ids
-    if name == _LAYER_NORM and site.input == 1:
-        x: Tensor = node._saved_input
-        return x.detach()
-    if name in _PRODUCTS and _PRODUCTS[name][site.input] == "matrix":
-        factor: Tensor = getattr(node, next(saved for saved in _PRODUCTS[name] if saved.startswith("_saved")))
-        return factor.detach()
-    return None
+def takes_own_rows(node: Node) -> bool:
+    """Return whether an indexing is x[arange(n), ids]: then it takes from each sample its own.
+
+    The values of the first index decide, so that it is part of a graph's signature.  They cannot be read while a CUDA
+    graph is captured, which only happens after it has been verified.
+    """
+    indices = node._saved_indices
+    given = [index for index in indices if index is not None]
+    if len(given) < 2 or indices[0] is None or indices[0].ndim != 1 or indices[0].dtype == torch.bool:
+        return False
+    rows: Tensor = indices[0]
+    if rows.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+        return True
+    return torch.equal(rows, torch.arange(len(rows), device=rows.device, dtype=rows.dtype))
+
+
+def shifted_dims(node: Node) -> tuple[int, ...]:
+    """Return the dimensions, counted from the last, that padding shifts: as much is added in front as is cut behind."""
+    before, after = ([signed(amount) for amount in node._saved_pad[k::2]] for k in (0, 1))
+    return tuple(d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a and a == -b)
+
+
+MOVES_ROWS = frozenset({"IndexBackward0", "IndexSelectBackward0", "IndexAddBackward0"})
+"""Operations of which an index says where rows come from."""
+
+
+def reads_values(node: Node) -> bool:
+    """Return whether the values of such an index decide which sample owns the rows of the operation's input."""
+    if node.name() == "IndexBackward0":
+        first = node._saved_indices[0]
+        picked = first is not None and first.ndim == 1 and not takes_own_rows(node)
+    else:
+        picked = signed(node._saved_dim) in (0, -len(shape_of(node)))
+    rows = 1 if node.name() == "IndexAddBackward0" else 0  # the input that has them
+    below = node.next_functions[rows][0] if picked else None
+    return below is not None and not hasattr(below, "variable")
+
+
+def leaves_in_place(node: Node) -> bool:
+    """Return whether an `as_strided` sees all entries of a new mean where they are, with other strides of single ones.
+
+    So does pooling to one pixel with channels last, [n, c, h, w] ─ mean ─► [n, c, 1, 1] ─ as_strided ─► [n, c, 1, 1].
+    """
+    shape, ((below, output), *_) = shape_of(node), node.next_functions
+    if below is None or operation(below) != "Mean" or shape_of(below, output) != shape or node._saved_storage_offset:
+        return False
+    strides = zip(shape, node._saved_stride, torch.empty(shape, device="meta").stride(), strict=True)
+    return all(size == 1 or own == dense for size, own, dense in strides)

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from neuromanifold.persample.experts import ExpertSite, expert_site
-from neuromanifold.persample.follow import follow, shape_of
+from neuromanifold.persample.follow import follow
 from neuromanifold.persample.gradients import Form, of_samples
-from neuromanifold.persample.graph import BroadcastSite, Graph, Site, broadcast_sites
+from neuromanifold.persample.graph import Graph, shape_of
 from neuromanifold.persample.hooks import Capture, CaptureGradient
 from neuromanifold.persample.places import ROWS, SHARED, UNKNOWN, Layout, Place, owners, stacked
 from neuromanifold.persample.rules import Call, NotApplicableError
 from neuromanifold.persample.shards import is_distributed
+from neuromanifold.persample.sites import BroadcastSite, Site, broadcast_sites
 
 Key = tuple[object, ...]
 _KEY = attrgetter("key")

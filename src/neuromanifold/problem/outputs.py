@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.core.checks import message
+from neuromanifold.core.checks import is_readable, message
 from neuromanifold.problem.batches import Batch
 
 
@@ -248,11 +248,6 @@ def _unless_all(valid: Tensor) -> Tensor | None:
     Samples without any position do not count.
     """
     return None if is_readable(valid) and valid.numel() and bool(valid.all()) else valid
-
-
-def is_readable(values: Tensor) -> bool:
-    """Whether values can be read without waiting for a GPU, and are there at all (fake tensors have none)."""
-    return values.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
 def attention_mask(batch: Batch) -> Tensor | None:

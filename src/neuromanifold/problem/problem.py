@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from neuromanifold.core import Categorical
-from neuromanifold.core.checks import integer_in_range, message, warn
+from neuromanifold.core.checks import integer_in_range, is_readable, message, warn
 from neuromanifold.estimators import Estimator
 from neuromanifold.problem import suspicions
 from neuromanifold.problem.batches import Batch, read_batch
@@ -45,7 +45,7 @@ from neuromanifold.problem.model import (
     with_decoder_inputs,
     without_ddp,
 )
-from neuromanifold.problem.outputs import Outputs, is_readable, read_outputs
+from neuromanifold.problem.outputs import Outputs, read_outputs
 from neuromanifold.problem.progress import tracked
 from neuromanifold.problem.repeated import RepeatedBatches
 from neuromanifold.problem.unchanged import unchanged

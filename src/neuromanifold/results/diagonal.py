@@ -278,7 +278,7 @@ class DiagonalFisher(Reducible, Scalable, Viewed, Mapping[str, Tensor]):
 
 
 class ShardedFisher(DiagonalFisher):
-    """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model in FSDP2 are.
+    """A `DiagonalFisher` whose tensors are DTensors, divided among processes as the parameters of a model are.
 
     What needs values of all processes (`trace`, `rows`, `save`, `gathered`) is called by all of them.  Results add,
     scale and are filtered in parts; whatever looks at single entries is for the saved result, or the gathered one.

@@ -120,7 +120,8 @@ def fisher_diagonal(
         distributed: what happens where `torch.distributed` is initialised.  "auto": all processes, which must make the
             same call, share the batches of the same data, and each of them returns the whole result; or each has data
             of its own, if a DistributedSampler divides them.  "own data": each has data that no other has, however
-            they were divided.  False: this process runs alone.
+            they were divided.  False: this process runs alone.  The processes of a tensor-parallel model do all batches
+            together.
         error_bars: what gets standard errors.  True: each entry, which takes as much memory as the values.  "rows": the
             sum of each row of a weight (`fim.rows`), which takes a fraction of a percent.  False: nothing.  "auto":
             rows for more than 2**28 entries, which `fim.error_bars` says, else each entry.
@@ -189,7 +190,7 @@ def _sharded_diagonal(
     rtol: float | None,
     kind: ErrorBars,
 ) -> ShardedFisher:
-    """Return the diagonal of a model in FSDP2, of which each process has its part."""
+    """Return the diagonal of a model in FSDP2 or tensor parallelism, of which each process has its part."""
     random = settings.estimator.noise_factor > 0
     with sharded(problem, settings, options) as shards:
         sums = ShardedSums(shards, fourth_powers=kind if random else False)
@@ -276,7 +277,7 @@ def _run(
 ) -> Counts:
     """Run the loop until the data end or Σ stderr <= rtol Σ F; warn if `rtol` was not reached.
 
-    `shards`: those of a model in FSDP2, whose processes run every batch in step (`lockstep/loop.py`).
+    `shards`: those of a model that is divided among processes, which run every batch in step (`lockstep/loop.py`).
     """
     random = settings.estimator.noise_factor > 0
     if rtol is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import islice
@@ -181,7 +181,7 @@ class PerSample(Method):
     ) -> None:
         """`tokens`: the accumulator takes squares of single tokens, too, where the estimator's are independent.
 
-        `shards`: those of a model in FSDP2 (`lockstep/`).
+        `shards`: those of a model that is divided among processes (`lockstep/`).
         """
         super().__init__(problem, settings)
         estimator, granularity = settings.estimator, settings.granularity
@@ -319,7 +319,7 @@ class PerSample(Method):
         pieces = by_position(cotangent.values, outputs.valid) if apart else iter([cotangent.values])
         for piece in pieces:
             keep = cotangent.to_come > 1 or apart or bool(one_by_one)
-            scale = self.scale_of(logits, piece, backward)
+            scale = self.scale_of(logits, [piece], backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
             sent = values.clone() if one_by_one else values  # a backward that works in place would change it
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
@@ -339,13 +339,15 @@ class PerSample(Method):
         more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
         return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights, cotangent.apart)
 
-    def scale_of(self, logits: Tensor, cotangent: Tensor, backward: PerSampleBackward) -> float:
-        """Return how many times larger a cotangent should be where float16 is involved."""
+    def scale_of(self, logits: Tensor, several: Iterable[Tensor], backward: PerSampleBackward) -> float:
+        """Return how many times larger several cotangents may all be where float16 is involved; else 1."""
+        if not self._scale.is_needed(logits):
+            return 1.0
 
         def attempt(scaled: Tensor, checked: bool) -> bool | None:
             return True if not checked or backward.is_finite(logits, scaled) else None
 
-        return self._scale.fit(logits, cotangent, attempt)[1] if self._scale.is_needed(logits) else 1.0
+        return min(self._scale.fit(logits, one, attempt)[1] for one in several)
 
     def _warn_if_slow(self) -> None:
         remaining = self.engine.findings.remaining

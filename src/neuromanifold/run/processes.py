@@ -166,12 +166,11 @@ class Processes:
     def in_step(self) -> Iterator[InStep]:
         """Yield what gathers values often, of processes that all do the same."""
         own = self.several and dist.get_backend() != "gloo"
-        group = dist.new_group(backend="gloo") if own else None
+        gathers = InStep(self, dist.new_group(backend="gloo") if own else None)
         try:
-            yield InStep(self, group)
+            yield gathers
         finally:
-            if group is not None:
-                dist.destroy_process_group(group)
+            gathers.end()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -279,6 +278,12 @@ class InStep:
             got = ", ".join(f"{asked!r} in rank {rank}" for rank, (asked, _) in enumerate(values))
             raise ProcessError(f"The processes have not done the same: {got}.")
         return [one for _, one in values]
+
+    def end(self) -> None:
+        """Destroy a group of its own, and with the last reference to it its threads, before the interpreter ends."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _gathered(self, text: bytes, size: int) -> list[tuple[int, bytes]]:
         """Return length and beginning of the texts of all processes."""

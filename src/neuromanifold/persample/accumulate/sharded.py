@@ -1,6 +1,7 @@
-"""Accumulator for the diagonal of a model in FSDP2: each process keeps the sums of its part of every parameter.
+"""Accumulator for the diagonal of a model in parts: each process keeps the sums of its part of every parameter.
 
-Squares of a layer are added up over the samples of the local batch at full size, then over processes (`shards.py`).
+In FSDP2, squares of a layer are added up over the samples of the local batch at full size, then over processes; in
+tensor parallelism, each process has those of its part (`persample/shards/`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,14 @@ class ShardedSums(GradientSums):
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and the squares of its terms, or of their sums over rows."""
-        if form.samples and form.shape.numel():
-            self._put(i, made_by.noise_factors.sample, made_by.scale, form.magnitude, form.add_squares)
+        if not form.samples or not form.shape.numel():
+            return
+        parts, apart = [(form, made_by.noise_factors.sample)], made_by.apart if self.fourth_powers else None
+        if apart is not None:
+            sides = (apart.others, made_by.noise_factors.sample), (apart.rows, apart.noise_factor)
+            parts = [(form.select(rows.to(form.device)), c) for rows, c in sides if len(rows)]
+        for part, c in parts:
+            self._put(i, c, made_by.scale, part.magnitude, part.add_squares)
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:

@@ -1,11 +1,8 @@
-"""Forms of per-sample gradients: the gradients themselves, and sums of outer products.
-
-Where each sample has one position, the product has rank one, and (l ⊗ r)² = l² ⊗ r²: squares of many samples or tokens
-are a product of matrices (`add_squares_of_rank_one`).
-"""
+"""Forms of per-sample gradients: the gradients themselves, and sums of outer products."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,13 +12,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from neuromanifold.core.checks import message, promoted
+from neuromanifold.core.checks import is_readable, message, promoted
 from neuromanifold.kernels import dispatch
 from neuromanifold.kernels.values import BOUND, PowerSums
 
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
+_ORDINARY = 4  # exponents of sizes whose fourth powers lose little of float32's range
 _BOUND = 2.0**50  # of l² in the unit: l⁴ is in float32's range, and so is its product with r⁴
 
 
@@ -284,8 +282,7 @@ class SquaredProduct(Form):
             size = (root_mean_square(left) / scale).to(self.unit.dtype)
             first = (self.unit == 0) & (size > 0)  # of the cotangents that reach this layer
             self.unit = torch.where(first, torch.exp2(torch.log2(size).round()), self.unit)
-            readable = self.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
-            self.unit_is_known = readable and bool(self.unit)
+            self.unit_is_known = is_readable(self.unit) and bool(self.unit)
         self.random |= weight > 0
         unit = self.unit if self.unit_is_known else torch.where(self.unit == 0, 1.0, self.unit)
         scaled = left.to(self.squares.dtype) / (scale * unit)
@@ -315,6 +312,7 @@ class SquaredProduct(Form):
 def add_squares_of_rank_one(left: Tensor, right: Tensor, to: PowerSums, numbers: int) -> None:
     """Add Σ_n (l_n ⊗ r_n)² [o, i], and fourth powers, for l [n, o] and r [n, i]; about `numbers` numbers at a time.
 
+    As (l ⊗ r)² = l² ⊗ r², the squares of all samples, each of which has one position, are a product of matrices.
     On a GPU, squares of bfloat16 stay in it, as products of an ordinary backward pass do: rounding them adds as much to
     the error as rounding l and r has made.  Elsewhere all is done in the precision of the sums.
 
@@ -323,8 +321,7 @@ def add_squares_of_rank_one(left: Tensor, right: Tensor, to: PowerSums, numbers:
     """
     (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
     factor: float | Tensor = to.factor
-    if to.fourths is not None:
-        unit = _power_of_two_near(root_mean_square(right))
+    if to.fourths is not None and (unit := _unit_of(right)) is not None:
         factor, right = factor * unit, right / unit
     right2 = right.to(dtype).square()
     step = max(1, numbers // max(1, len(left), ins)) if to.row_fourths is None or len(to.row_fourths) == outs else outs
@@ -350,10 +347,14 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right2: Tensor, 
         _add_product(left4, right2.square(), to.fourths, to.weight)
 
 
-def _power_of_two_near(size: Tensor) -> Tensor:
-    """Return the power of two next to a size, on its device; 1 if that is zero or not finite."""
-    power = torch.exp2(torch.log2(size).round())
-    return torch.where((power > 0) & power.isfinite(), power, 1.0)
+def _unit_of(values: Tensor) -> float | Tensor | None:
+    """Return a power of two near the size of some numbers; None for one near 1, where looking costs nothing."""
+    size = root_mean_square(values)
+    if is_readable(size):
+        power = math.frexp(float(size))[1]  # 0 for zero, infinity and NaN
+        return None if abs(power) <= _ORDINARY else math.ldexp(0.5, power)
+    nearest = torch.exp2(torch.log2(size).round())
+    return torch.where((nearest > 0) & nearest.isfinite(), nearest, 1.0)
 
 
 def _stays(left: Tensor, right: Tensor) -> bool:

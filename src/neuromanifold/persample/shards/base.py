@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from neuromanifold.problem.fingerprint import Thinned, fingerprint
 
 FINGERPRINTED = 1024  # numbers of each parameter
+_PLAIN = (Tensor, nn.Parameter)
 
 Take = Callable[[int, str, Tensor], None]
 """Takes this process's part of a sum over all samples: the parameter's number, what it is, and the part."""
@@ -154,7 +155,7 @@ def union_of_processes(shards: Shards | None, what: str, numbers: Set[int]) -> f
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, whose class takes long to import."""
-    return hasattr(tensor, "placements")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "placements")
 
 
 def row_placements(placements: Any) -> list[Any]:

@@ -131,7 +131,8 @@ class TensorParallel(Shards):
             size = float(torch.linalg.vector_norm(logits.detach()))
             alike = not any_process(self, "others", difference > _ALIKE.get(logits.dtype, 5e-2) * size)
         if not alike:
-            advice = "Make the last layer's output whole: ColwiseParallel(output_layouts=Replicate())."
+            advice = "Make the last layer's output whole (ColwiseParallel(output_layouts=Replicate())), and give all "
+            advice += "processes the same data."
             raise ValueError(message("logits", "the same on all processes", "different ones", advice))
 
     @override
@@ -173,9 +174,12 @@ class OwnSums:
 
 
 def on_this_process(tensor: Any) -> Tensor:
-    """Return a DTensor as this process computes with it: all of it, or its part of the last dimension, the features."""
+    """Return a DTensor as this process computes with it: all of it, or its part of the last dimension, the features.
+
+    What a collective is still under way for is waited for: a kernel takes its memory.
+    """
     if not is_distributed(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor.trigger_wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor  # type: ignore[no-any-return]
     (placement,), last = tensor.placements, tensor.ndim - 1
     here: Tensor = tensor.to_local() if placement.is_replicate() or placement.is_shard(last) else tensor.full_tensor()
     return here

@@ -1,1 +1,1 @@
-"""Runs of models in FSDP2, whose parameters are divided among processes: all of them go in step."""
+"""Runs of models whose parameters are divided among processes, by FSDP2 or tensor parallelism: all go in step."""

@@ -1,4 +1,4 @@
-"""Keeping the state of a run of a model in FSDP2, in files with an index that all processes write together.
+"""Keeping the state of a run of a model in parts, in files with an index that all processes write together.
 
     PATH-00001-of-00004.safetensors, ...    sums of whole parameters, so that any number of processes can take them up
     PATH.index.json                         what else there is to know, and which files belong to it; written last

@@ -1,4 +1,4 @@
-"""The loop over data for a model in FSDP2, whose parameters are divided among processes: all of them go in step.
+"""The loop over data for a model whose parameters are divided among processes: all of them go in step.
 
 while any process has a window of batches:
     write a checkpoint, if it is due on any of them
@@ -8,7 +8,8 @@ while any process has a window of batches:
             sums.add(gradients of u)                        a layer at a time, added up over processes
     passes of other processes' windows                      with a batch that this one has had before, and no cotangent
 
-A forward or backward pass gathers parameters from all processes, so each must come to as many passes as the others.
+A pass of a model in FSDP2 gathers parameters from all processes, and one of a tensor-parallel model adds up what they
+have computed, so each must come to as many passes as the others.  In tensor parallelism all do the same batches.
 What depends on a process's batch alone (whether to verify, how many passes) is decided by all of them together.
 """
 
@@ -78,8 +79,10 @@ def run_sharded(
     with method.attached(), interrupts.noted(), processes.losses_named():
         while not stopped:
             window = mine.following()
-            flags = [window is not None, saved.is_due, interrupts.asked]
-            there, due, asked = zip(*in_step.gather("round", flags), strict=True)
+            flags = [window is not None, saved.is_due, interrupts.asked, mine.chain.value]
+            there, due, asked, chains = zip(*in_step.gather("round", flags), strict=True)
+            if shards.one_replica and len({*chains}) > 1:  # batches of other sizes cannot meet in a layer
+                mine.chain.compare(processes, ended=True)
             if any(due) or any(asked) or not any(there):
                 saved.write(*mine.chain.end)
             if any(asked):
@@ -106,6 +109,7 @@ def run_sharded(
         mine.chain.compare(processes, not stopped)
     counts.note(method)
     counts = Counts.total(shards.of_replicas(processes.gather("counts", counts.shared(stopped, mine.first))))
+    counts.processes = processes.world
     if isinstance(sums, TraceSums):
         processes.reduce(sums)
     if not counts.samples:

@@ -1,4 +1,4 @@
-"""Per-sample gradients of a model in FSDP2: as many passes on each process as the one with most of them needs.
+"""Per-sample gradients of a model in parts: as many passes on each process as the one with most of them needs.
 
 What a process does next depends on its own batches.  Before it runs the model it tells the others, and what comes first
 in the order below, if any of them asks for it, is done by all of them: by some for the others' sake.
@@ -121,8 +121,8 @@ class Lockstep(PerSample):
     @contextmanager
     def _outputs(self) -> Iterator[None]:
         """Compute outputs inside; an error is one of the run even if it is caught, since the others wait."""
-        self._take_part("outputs")
         try:
+            self._take_part("outputs")
             yield
         except Exception as error:
             self._failed = error
@@ -173,8 +173,9 @@ class Lockstep(PerSample):
             for piece in self._in_step("position", iter([]) if cotangent is None else pieces):
                 self._send(logits, piece, zeros, made_by, backward, sums)
                 if alone:
-                    for one in self._in_step("sample", iter([]) if piece is None else by_sample(piece)):
-                        self._send_alone(logits, one, zeros, made_by.of_one_sample, backward, sums)
+                    singles = self._in_step("sample", iter([]) if piece is None else by_sample(piece))
+                    for n, one in enumerate(singles):
+                        self._send_alone(logits, one, zeros, made_by.of_sample(n), backward, sums)
 
     @override
     def verify_late(self, batch: Batch) -> None:
