@@ -45,6 +45,7 @@ def test_kinds_of_models(world: int) -> None:
     values(world, parallel_runs.kinds)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients that were zero")  # of a layer in which nothing is active at first
 @pytest.mark.parametrize(
     ("world", "first", "number"),
     [(2, 0, 5), *(pytest.param(world, 100 * world, 30, marks=pytest.mark.slow) for world in (2, 4))],

@@ -646,3 +646,23 @@ def test_float32_and_half_precision_models() -> None:
         found = exact(model, [X.to(dtype)])
         assert found.precision == torch.float32
         assert float(found.trace) == pytest.approx(float(F.trace()), rel=error)
+
+
+class Segments(nn.Module):
+    """Adds rows to samples: two to each, or other numbers, as the first entry says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        owners = torch.tensor([0, 0, 1, 1] if x[0, 0, 0] < 0 else [0, 0, 0, 1])
+        rows = self.layer(x.flatten(0, 1)).tanh()
+        return self.head(torch.zeros(2, 4).index_add(0, owners, rows))
+
+
+def test_a_basis_of_products_does_not_take_rows_that_samples_have_in_other_numbers() -> None:
+    model, x = Segments(), torch.ones(2, 2, 4)
+    basis = nm.fisher_kronecker(model, [-x])
+    with pytest.raises(ValueError, match=r"gradients of layer.weight.*of the kind that the basis is for"):
+        nm.fisher_kronecker(model, [x], basis=basis)

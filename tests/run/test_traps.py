@@ -222,6 +222,14 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Data]] = {
         ),
         [random(4, 3)],
     ),
+    "a real parameter and complex numbers without an imaginary part": (
+        lambda: Net(
+            lambda m, x: m.h((m.a(x).to(torch.complex128) @ m.w.to(torch.complex128)).real.tanh()),
+            w=parameter(3, 3),
+            **layers(),
+        ),
+        [random(4, 3)],
+    ),
     "a square parameter on the left": (
         lambda: Net(lambda m, x: m.h(m.w @ x), w=parameter(4, 4), h=nn.Linear(3, 3)),
         [random(4, 3)],
@@ -247,6 +255,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Data]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @pytest.mark.parametrize("estimator", [nm.Exact(), nm.Empirical()], ids=repr)
 @pytest.mark.parametrize("name", TRAPS)
 def test_traps(name: str, estimator: nm.Estimator) -> None:

@@ -69,6 +69,8 @@ def expert_site(node: Node, i: int, path: Sequence[Node], shape: torch.Size) -> 
     `path`: the operations between the operation and the parameter.
     """
     name, steps = node.name(), [step for step in path if step.name() not in CASTS]
+    if node._input_metadata[0].dtype.is_complex:
+        return None
     if not path and picks_matrices(node):
         picked = _chosen(node)
         return ExpertSite(node, shape, picked, None, False) if len(shape) == 2 and picked is not None else None

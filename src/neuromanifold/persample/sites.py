@@ -111,6 +111,7 @@ class BroadcastSite:
             turns = [_transposes(step.node) for step in self.path if step.node.name() not in CASTS]
             straight = turns in ([], [True]) if role == "matrix" else role == "bias" and not turns
             factors = (getattr(self.node, "_saved_alpha", 1), getattr(self.node, "_saved_beta", 1))
+            straight &= not self.node._input_metadata[0].dtype.is_complex  # conjugates, of which the real part counts
             if factors != (1, 1) or not straight or (role == "bias" and len(arriving) != 1):
                 return []
             return stacked(0, result[0], samples)

@@ -19,7 +19,7 @@ from neuromanifold.core.checks import message
 from neuromanifold.persample.accumulate.base import Pass, Reducer
 from neuromanifold.persample.accumulate.diagonal import DiagonalSums
 from neuromanifold.persample.accumulate.pairs import FactorShape, KroneckerSums
-from neuromanifold.persample.gradients import Form, PowerSums, Product, Rows
+from neuromanifold.persample.gradients import Dense, Form, PowerSums, Product, Routed, Rows
 from neuromanifold.persample.gradients.totals import Tied
 from neuromanifold.problem.fingerprint import fingerprint
 
@@ -175,8 +175,7 @@ def _fits(form: Form, shape: FactorShape) -> bool:
     if shape.tables:
         return isinstance(form, Tied if shape.tables == 2 else Rows) and form.shape == shape.shape
     extra = 0 if shape.bias is None else shape.groups * (shape.right if shape.turned else shape.left)
-    product = form.product_of(0, 0) if isinstance(form, Product) else True
-    return product is not None and form.shape.numel() + extra == shape.shape.numel()
+    return not isinstance(form, (Dense, Routed)) and form.shape.numel() + extra == shape.shape.numel()
 
 
 def _turn_left(product: Product, basis: Basis) -> Tensor:

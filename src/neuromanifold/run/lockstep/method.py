@@ -169,8 +169,11 @@ class Lockstep(PerSample):
         for cotangent in self._in_step("cotangent", drawn):
             whole = zeros if cotangent is None else self._shards.agreed(cotangent.values)
             made_by = Pass() if cotangent is None else self._pass(cotangent, 1.0)
-            pieces = by_position(whole, outputs.valid) if apart else iter([whole])
-            for piece in self._in_step("position", iter([]) if cotangent is None else pieces):
+            pieces: Iterator[Tensor | None] = iter([None if cotangent is None else whole])
+            if apart:
+                own = iter([]) if cotangent is None else by_position(whole, outputs.valid)
+                pieces = self._in_step("position", own)
+            for piece in pieces:
                 self._send(logits, piece, zeros, made_by, backward, sums)
                 if alone:
                     singles = self._in_step("sample", iter([]) if piece is None else by_sample(piece))
