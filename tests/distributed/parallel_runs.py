@@ -401,7 +401,7 @@ def refused(rank: int) -> list[str]:
         ("`data` must be the same batches", lambda: nm.fisher_diagonal(model, [*runs.batches(1), *other])),
         ("`logits` must be the same", lambda: nm.fisher_diagonal(Rounded(True), runs.batches(2))),
         (
-            "others for '1.weight', '1.bias'",
+            "different ones for '1.weight', '1.bias'",
             lambda: nm.fisher_diagonal(
                 parallel(norm, {"0": ColwiseParallel(), "2": RowwiseParallel()}), runs.batches(2)
             ),

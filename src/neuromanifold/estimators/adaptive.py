@@ -67,7 +67,7 @@ class Adaptive(Estimator):
         integer_in_range(self.window, "window", 1, 10**6, "how many batches are planned together")
 
     def passes(self, core: Core) -> int:
-        """As many as all samples can have at this cost."""
+        """The number of passes that all samples can have at this cost, rounded down."""
         return self.alike(0).passes(core)
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
@@ -75,7 +75,7 @@ class Adaptive(Estimator):
         return self.alike(0).cotangents(core, labels, generator)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
-        """That of the same number of passes for all distributions."""
+        """The noise factors of equal numbers of passes for all distributions."""
         return self.alike(0).pass_noise(core, alone)
 
     @property
@@ -89,7 +89,7 @@ class Adaptive(Estimator):
 
     @property
     def mean_passes(self) -> float:
-        """How many backward passes all samples can have at this cost: 1 + 2m forward passes."""
+        """How many backward passes m all samples can have: a sample costs 1 + 2m forward passes."""
         return max(1.0, (3 * self.cost - 1) / 2)
 
     def alike(self, batch: int) -> Hutchinson:
@@ -143,7 +143,7 @@ Strategy = Literal["alike", "everyone", "chosen"]
 
 
 def strategy(estimator: Adaptive, some: Scores, everyone: Scores) -> Strategy:
-    """What to do with samples like these: equal passes, further ones for noisy samples, or a choice of samples.
+    """Return how to treat samples like these: equal passes, further ones for noisy samples, or passes for a choice.
 
     `everyone`: their scores by `score_everyone`.  At a cost of one or more, samples are left out only where this takes
     three quarters of the variance, and where what everyone has is not small anyway.  For entries to which few samples

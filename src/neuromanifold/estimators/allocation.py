@@ -98,7 +98,7 @@ class Allocation(NamedTuple):
 
 
 def several_passes(samples: int, passes: float) -> Allocation:
-    """All samples kept, with so many passes each."""
+    """Return the allocation by which all samples are kept and have the same number of passes."""
     ones = torch.ones(samples, dtype=torch.float64)
     return Allocation(ones, ones * passes, 0.0)
 
@@ -106,7 +106,7 @@ def several_passes(samples: int, passes: float) -> Allocation:
 def score(
     trace: Tensor, squared_norm: Tensor, rank: int, core_of: Callable[[Tensor], Core] | None, budget: float
 ) -> Scores:
-    """Scores of samples that so many forward passes may be spent on.
+    """Return scores of samples on which a budget of forward passes may be spent.
 
     `core_of` gives the output distributions of some of the samples, if each has a single one.  Their eigenvalues are
     computed only where several passes may pay: the price μ of one pass for each sample is a lower bound.
@@ -127,8 +127,8 @@ def score_everyone(
 ) -> Scores:
     """Scores where everyone is kept: several passes for those samples that have the most noise in one, if for any.
 
-    The others are given no less noise for more passes.  So many forward passes may be spent on further passes: of four
-    times as many samples as could have two passes, eigenvalues are computed.
+    The others are given no less noise for more passes.  `budget`: forward passes that may be spent on further passes.
+    Eigenvalues are computed for four times as many samples as could have two passes at this budget.
     """
     t, q = trace.double().cpu(), squared_norm.double().cpu()
     one = (t.square() - q).clamp(min=0)
@@ -171,7 +171,7 @@ def _price_of_one_pass(trace: Tensor, budget: float) -> float:
 
 
 def allocate(scores: Scores, budget: float) -> Allocation:
-    """The allocation with the least Σ V for so many forward passes altogether, by bisection for μ."""
+    """Return the allocation with the least Σ V at a budget of forward passes for all samples, by bisection for μ."""
     best = Allocation((scores.trace > 0).double(), scores.passes[scores.noise.argmin(-1)], 0.0)
     if best.cost <= max(budget, 0.0):
         return best
@@ -188,7 +188,7 @@ def allocate(scores: Scores, budget: float) -> Allocation:
 
 
 def allocate_to_everyone(scores: Scores, budget: float, least: int = 0) -> Allocation:
-    """The allocation with the least Σ V in which everyone is kept, for so many forward passes besides one pass each.
+    """Return the allocation with the least Σ V in which everyone is kept; `budget`: that for passes but the first.
 
     `least`: 1 if these samples have at least two passes.
     """

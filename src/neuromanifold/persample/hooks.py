@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from neuromanifold.persample.rules import Place, Rule, find_rule, parametrized_places, parametrized_rule
+from neuromanifold.persample.rules import Rule, Slot, find_rule, parametrized_rule, parametrized_slots
 from neuromanifold.persample.shards import is_distributed
 
 _PLAIN = (int, float, str, tuple, list, type(None))
@@ -40,10 +40,10 @@ class HookedModule:
     rule: Rule
     parameters: dict[str, int]  # name in the module: number among the chosen parameters
     originals: dict[str, nn.Parameter]
-    places: dict[str, Place]
+    slots: dict[str, Slot]
     argument: str  # the name of the first argument
     settings: tuple[str, ...]  # names of plain attributes, such as a stride, which rules read
-    detached: dict[str, Tensor] = field(default_factory=dict)  # what is in the originals' places during a call
+    detached: dict[str, Tensor] = field(default_factory=dict)  # what is in the originals' slots during a call
 
     def state(self) -> list[object]:
         """Return what a rule may read of the module besides its parameters; a buffer comes with its version."""
@@ -186,7 +186,7 @@ class Hooks:
         if not self._active or not torch.is_grad_enabled() or not isinstance(x, Tensor) or wrapped(x):
             return
         for name, number in owner.parameters.items():
-            held, key = owner.places[name]
+            held, key = owner.slots[name]
             if held is not module._parameters and parametrize._cache_enabled:
                 continue  # torch keeps the weight for others, who may want its gradient
             if number not in self._excluded and held.get(key) is owner.originals[name]:
@@ -225,11 +225,11 @@ def _hooked(
     parametrized = parametrize.is_parametrized(module)
     if not (module._parameters or parametrized) or isinstance(module, torch.jit.ScriptModule):
         return None  # of a scripted one, parameters cannot be taken out, nor has it hooks
-    places = {name: Place(module._parameters, name) for name in module._parameters}
+    slots = {name: Slot(module._parameters, name) for name in module._parameters}
     if parametrized:
-        places |= parametrized_places(module)
+        slots |= parametrized_slots(module)
     chosen, originals = {}, {}
-    for name, (held, key) in places.items():
+    for name, (held, key) in slots.items():
         if id(held[key]) in numbers:
             chosen[name] = numbers[id(held[key])]
             originals[name] = parameters[chosen[name]]
@@ -237,14 +237,14 @@ def _hooked(
     if rule is None:
         return None
     plain = tuple(name for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training")
-    return HookedModule(number, module, rule, chosen, originals, places, _first_argument(type(module).forward), plain)
+    return HookedModule(number, module, rule, chosen, originals, slots, _first_argument(type(module).forward), plain)
 
 
 def _put_back(owner: HookedModule) -> list[str]:
     """Put the parameters of a module back, and return which of them had been swapped."""
     swapped = []
     for name, tensor in owner.detached.items():
-        held, key = owner.places[name]
+        held, key = owner.slots[name]
         if held.get(key) is tensor:
             held[key] = owner.originals[name]
             swapped.append(name)

@@ -86,7 +86,7 @@ class Use:
 
 
 class Following:
-    """Where the tensors of a graph have their samples, or the positions of the logits; found when first asked for."""
+    """Follows the samples, or the positions of the logits, through a graph when first asked where tensors have them."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._found = graph, dict[tuple[int, int], dict[Any, Place]]()
@@ -100,7 +100,7 @@ class Following:
         return self._found[size, before]
 
     def kind(self, logits: Tensor) -> tuple[int, ...]:
-        """Return all places that are decided by values in this batch, as numbers."""
+        """Return the places of all nodes, for the graph's signature; nothing unless values decide some of them."""
         if not self.by_values:
             return ()
         axes = [(logits.shape[0], 1), *([(logits.shape[1], logits.shape[0])] if logits.ndim == 3 else [])]

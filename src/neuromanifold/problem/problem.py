@@ -53,7 +53,7 @@ from neuromanifold.problem.unchanged import unchanged
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What a Fisher information is asked about; make one with `Problem.of`, which checks the arguments."""
+    """A model, its parameters, data and likelihood; make one with `Problem.of`, which checks the arguments."""
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]  # those chosen, by plain name
@@ -228,7 +228,7 @@ class Problem:
         return 1 if like is None else len(like.logits)
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
-        """Outputs of a batch of which only some samples were evaluated: right but for the values of the logits."""
+        """Return outputs of a batch of which only some samples were evaluated: right but for the logits' values."""
         logits = outputs.logits[:1].expand(samples, *outputs.logits.shape[1:])
         logits = logits.movedim(0, self.batch_dim) if logits.ndim > 2 else logits
         return self._read_outputs(logits, batch, -1)
@@ -238,7 +238,7 @@ class Problem:
         return read_outputs(output, batch, class_dim, self.ignore_index, self.batch_dim, scalar, shift, virtual)
 
     def validation(self) -> LateValidation:
-        """What `distributions` and `cotangents` check outputs with, for one pass; `flush` it at the end."""
+        """Return a checker of outputs, for one pass over the data: `flush` it at the end."""
         return LateValidation(self.likelihood)
 
     def distributions(

@@ -47,7 +47,7 @@ _FORMAT = 3  # of the state in a file
 
 
 class _Part(NamedTuple):
-    """What a file says about itself."""
+    """Which batches the sums in a file are of."""
 
     done: int  # the set of its batches: bit n stands for batch n
     last: int  # the last one of them
@@ -62,9 +62,9 @@ class CheckpointedRun:
         self._checkpoint, self.path = checkpoint, checkpoint.file(0)
         self._method, self._sums, self._counts = method, sums, counts
         self._identity: dict[str, Any] = {}
-        self._own = _Part(0, -1, "", "")
-        self._written = 0  # the batches that the file has
-        self._all, self._expected = 0, dict[int, str]()  # the batches in all files; chains at some of them
+        self._own = _Part(0, -1, "", "")  # the batches in this process's sums
+        self._written = 0  # the set of batches that the file of this process has, as in `_Part.done`
+        self._all, self._expected = 0, dict[int, str]()  # the set of batches in all files; fingerprints up to some
         self._first = ""
         self._obsolete: list[Path] = []  # once a file is written that has their sums
         self._due = math.inf
@@ -277,7 +277,7 @@ def _without_obsolete(parts: dict[int, _Part], checkpoint: Checkpoint) -> dict[i
 
 
 def merged_methods(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several processes have found out about the model (`Method.state`)."""
+    """Return the states of several processes' methods (`Method.state`) as one: passes add up, findings are joined."""
     first = dict(states[0])
     first["passes"] = sum(state["passes"] for state in states)
     if engines := [state["engine"] for state in states if "engine" in state]:

@@ -148,7 +148,7 @@ class Processes:
 
     @contextmanager
     def losses_named(self) -> Iterator[None]:
-        """Say what it means if a collective fails since another process is not there any more."""
+        """Turn the error of a collective whose other process has died into a ProcessError that says so."""
         try:
             yield
         except ProcessError:
@@ -164,7 +164,7 @@ class Processes:
 
     @contextmanager
     def in_step(self) -> Iterator[InStep]:
-        """Yield what gathers values often, of processes that all do the same."""
+        """Yield a gatherer of small values for processes that all go in step: it uses collectives, not the store."""
         own = self.several and dist.get_backend() != "gloo"
         gathers = InStep(self, dist.new_group(backend="gloo") if own else None)
         try:
@@ -215,7 +215,7 @@ class Processes:
                 return
 
     def _read_news(self) -> None:
-        """Look whether another process has failed, or asked to stop."""
+        """Read from the store whether another process has failed, or has asked to stop."""
         if self._store.check(["failed"]):
             rank, text = json.loads(self._store.get("failed"))
             if rank != self.rank and not self._failure:
@@ -249,7 +249,7 @@ class Processes:
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
-        """Say what it means if the store cannot be reached."""
+        """Turn an error of the store, which cannot be reached, into a ProcessError that says so."""
         try:
             yield
         except ProcessError:

@@ -53,7 +53,7 @@ from neuromanifold.run.methods import Method
 
 
 class _Scored(NamedTuple):
-    """What is kept of the outputs of a batch."""
+    """A batch with what scores need of its outputs."""
 
     batch: Batch
     trace: Tensor  # [B] tr M, over all positions of a sample
@@ -106,10 +106,10 @@ class AdaptiveSteps:
         return equal(scores, chain([first], rest), outputs)
 
     def _regroups(self, first: Batch, outputs: Outputs, rest: Iterator[Batch]) -> tuple[list[Batch], bool | None]:
-        """Batches that were read, and whether samples can be taken out of them and joined to others.
+        """Return batches that were read on the way, and whether samples can be taken out of them and joined to others.
 
-        None if no batch has several.  Asked for each window, so that it does not depend on where a shard or a resumed
-        run begins.
+        None instead if no batch has several samples.  Asked for each window, so that it does not depend on where a
+        shard or a resumed run begins.
         """
         batch, ahead = first, list[Batch]()
         while self._problem.samples_of(batch, outputs) <= 1:
@@ -170,7 +170,7 @@ class AdaptiveSteps:
     def _eigenvectors(
         self, logits: Tensor, rows: Tensor, scores: Scores, passes: Tensor, samples: int
     ) -> tuple[Tensor, Apart]:
-        """±√λ₁v₁ [k, C] of noisy samples, and how noisy their squares are taken for: as `Hutchinson.pass_noise`."""
+        """Return ±√λ₁v₁ [k, C] of noisy samples, and their squares' noise factor, as in `Hutchinson.pass_noise`."""
         core = self._problem.likelihood(logits)
         columns = core.spectrum(1).factor()[:, 0] * random_signs(core, 1, self._method.generator)
         relative = float(2 * scores.at(passes).sum() / scores.fisher.sum())
@@ -183,7 +183,7 @@ class AdaptiveSteps:
         return _Noisy(SomeSamples(scored.batch, scored.samples, rows).taken(dim), kind, scores, logits)
 
     def _further_passes(self, noisy: list[_Noisy], budget: float, size: int) -> None:
-        """Regroup noisy samples, and make their passes but the first, for so many forward passes altogether."""
+        """Regroup noisy samples, and run all of their passes but the first; `budget`: forward passes for that."""
         scores, logits = Scores.joined([one.scores for one in noisy]), torch.cat([one.logits for one in noisy])
         together = noisy[0].taken._replace(batch=gather([one.taken for one in noisy]))
         allocation = allocate_to_everyone(scores, budget, least=1)
@@ -338,10 +338,10 @@ class AdaptiveSteps:
 
 
 def _worth_more(scores: Scores, before: list[Scores], budget: float, left: float) -> tuple[Tensor, Tensor]:
-    """Samples of a batch that are worth further passes, and how many passes, given the scores of batches before it.
+    """Return the samples of a batch that are worth further passes, and how many passes each, given earlier batches.
 
-    `budget`: forward passes for further passes in all of these batches, of which so many are left.  The candidates of
-    the batch are added to those before it.
+    `before`: scores of the candidates in earlier batches, to which those of this batch are added.  `budget`: forward
+    passes for further passes in all of these batches, of which `left` are not spent yet.
     """
     candidates = (scores.noise[:, -1] < scores.noise[:, 0]).nonzero()[:, 0]
     before.append(scores.of(candidates))

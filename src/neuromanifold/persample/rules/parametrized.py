@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from typing_extensions import override
 
 from neuromanifold.persample.gradients import Form, root_mean_square
-from neuromanifold.persample.rules.registry import Call, NotApplicableError, Place, Rule, find_rule
+from neuromanifold.persample.rules.registry import Call, NotApplicableError, Rule, Slot, find_rule
 
 _TIMES = 4  # evaluations of a weight, to see whether it is always the same
 
@@ -57,10 +57,10 @@ class Mapped(Form):
         return self.inner.pieces()
 
 
-def parametrized_places(module: nn.Module) -> dict[str, Place]:
+def parametrized_slots(module: nn.Module) -> dict[str, Slot]:
     """Return where the parameters of a layer's parametrizations are held, by their names in the layer."""
     return {
-        f"parametrizations.{tensor}.{key}": Place(parts._parameters, key)
+        f"parametrizations.{tensor}.{key}": Slot(parts._parameters, key)
         for tensor, parts in module.parametrizations.items()  # type: ignore[union-attr, operator]
         for key in parts._parameters
     }
@@ -72,7 +72,7 @@ def parametrized_rule(module: nn.Module) -> Rule | None:
     base = find_rule(module, frozenset(parts))
     if base is None:
         return None
-    names = {name: tuple(name.split(".")[1:]) for name in parametrized_places(module)}
+    names = {name: tuple(name.split(".")[1:]) for name in parametrized_slots(module)}
 
     def function(call: Call) -> dict[str, Form]:
         tensors = {names[name][0] for name in call.wanted if name in names}

@@ -28,7 +28,7 @@ RuleFunction = Callable[[Call], dict[str, Form]]
 """Returns the per-sample gradients with respect to the wanted parameters, by name."""
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Where a module holds a parameter, so that another tensor can take its place during a call."""
 
     held: dict[str, Any]  # the `_parameters` of a module

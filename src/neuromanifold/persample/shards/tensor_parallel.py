@@ -141,7 +141,7 @@ class TensorParallel(Shards):
 
     @override
     def agreed(self, cotangent: Tensor) -> Tensor:
-        """That of rank 0, where logits differ by rounding."""
+        """Return rank 0's cotangent where logits differ by rounding, else this process's."""
         if self._differ:
             cotangent = cotangent.contiguous()
             dist.broadcast(cotangent, 0)

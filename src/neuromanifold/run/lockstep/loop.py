@@ -70,7 +70,7 @@ def run_sharded(
     items, dealing = deal(items, processes, method, sums, options, one_replica=shards.one_replica)
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
     saved.resume(options.shard, dealing.own_data)
-    mine, reporter = _Mine(items, dealing, saved), Reporter(options.progress if shows else False)
+    mine, reporter = _OwnWindows(items, dealing, saved), Reporter(options.progress if shows else False)
     steps, method.spare = Steps(method, sums, counts, dealing, cuda_graphs=False), lambda: problem.read(*mine.spare())
     size, interrupts, stopped = dealing.window, Interrupts(wanted=True), ""
     rounds = saved.done.bit_count() // (size * dealing.at_once)
@@ -136,7 +136,7 @@ def _reason_to_stop(shards: Shards, counts: Counts, sums: ShardedSums | TraceSum
     return accuracy.reached(total, whole)
 
 
-class _Mine:
+class _OwnWindows:
     """The windows of this process, and a batch of any number that it can run again for the others' sake."""
 
     def __init__(self, items: Iterator[object], dealing: Dealing, saved: ShardedCheckpoint) -> None:

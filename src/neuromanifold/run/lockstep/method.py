@@ -159,7 +159,7 @@ class Lockstep(PerSample):
         return outputs
 
     def _backward(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
-        """Make as many passes as the process with most of them."""
+        """Run backward passes until no process has a cotangent left; one that has none sends zeros back."""
         self._open = None
         logits, backward, processes = outputs.logits, self.captured, self._shards.processes
         assert backward is not None
