@@ -391,7 +391,7 @@ def refused(rank: int) -> list[str]:
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("`passes` must be left out", lambda: nm.fisher_diagonal(model, runs.batches(2), passes=1.5)),
         ("`distributed` must be left out", lambda: nm.fisher_diagonal(model, runs.batches(2), distributed=False)),
-        ("`error_bars` must be those of entries", lambda: nm.fisher_diagonal(model, runs.batches(2), **rows)),
+        ("`error_bars` must be 'auto', True or False", lambda: nm.fisher_diagonal(model, runs.batches(2), **rows)),
         ("`data` must be the same on all", lambda: nm.fisher_diagonal(model, sampler)),
         ("`data` must be different", lambda: nm.fisher_diagonal(model, runs.batches(2), distributed="own data")),
         ("in float16", lambda: nm.fisher_diagonal(parallel(network().half(), layers()), runs.batches(2))),

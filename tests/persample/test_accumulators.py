@@ -29,7 +29,7 @@ def test_the_last_error_bars_take_the_memory_of_their_sums():
     (before,) = sums.standard_errors()
     assert before.data_ptr() != kept.data_ptr()
     (again,) = sums.standard_errors()
-    (last,) = sums.standard_errors(last=True)
+    (last,) = sums.standard_errors(in_place=True)
     assert last.data_ptr() == kept.data_ptr()
     assert torch.equal(before, again)
     assert torch.equal(before, last)
@@ -107,7 +107,7 @@ def test_rounded_squares_are_right_to_the_rounding_of_their_factors(kind, monkey
     monkeypatch.setattr(forms, "GPU_TILE", 2000)
     monkeypatch.setattr(forms, "CPU_TILE", 2000)
     for rounded in (False, True):
-        monkeypatch.setattr(forms, "_stays", lambda *_, rounded=rounded: rounded)
+        monkeypatch.setattr(forms, "_keeps_bfloat16", lambda *_, rounded=rounded: rounded)
         sums = DiagonalSums([parameter], kind)
         sums.add_samples(0, Product(4 * left[:, None], right[:, None]), Pass(4.0, NoiseFactors(sample=1.0)))
         expected = truth[1].sum(0) if kind == "rows" else truth[1].square().sum(0)

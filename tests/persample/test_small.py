@@ -30,7 +30,7 @@ def check(sums: SmallSums, taken: dict[int, list[tuple[Tensor, float, float]]]) 
 
 
 def test_passes_of_all_kinds() -> None:
-    sums, taken = SmallSums(apart=True), {}
+    sums, taken = SmallSums(separate_noiseless=True), {}
     for step, (n, scale, noise_factor) in enumerate([(4, 1.0, 0.5), (4, 8.0, 0.5), (3, 1.0, 0.0), (1, 1.0, 1.0)]):
         for i, shape in enumerate([(3,), (), (2, 5), (0,)]):
             if (step + i) % 4 == 3:

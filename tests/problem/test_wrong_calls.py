@@ -124,7 +124,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "batch_dim forgotten": (
         lambda: evaluate(TIME_FIRST, TOKENS),
-        r"`logits` must be of the inputs' 5 samples in dimension 0, got shape \[7, 5, 3\]\. Pass batch_dim=1",
+        r"`logits` must be .* with the inputs' 5 samples in dimension 0, got shape \[7, 5, 3\]\. Pass batch_dim=1",
     ),
     "a batch_dim too many": (
         lambda: evaluate(LINEAR, WORDS[..., None].expand(5, 7, 4).float()[:, 0][:, None].expand(5, 7, 4), batch_dim=2),
@@ -156,7 +156,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sample instead of a batch": (
         lambda: evaluate(LINEAR, X[0], likelihood=nm.Gaussian),
-        r"`logits` must be of the inputs' 4 samples in dimension 0, got shape \[3\]",
+        r"`logits` must be a tensor with the inputs' 4 samples in dimension 0, got shape \[3\]",
     ),
     "a function": (
         lambda: evaluate(torch.sigmoid, X),

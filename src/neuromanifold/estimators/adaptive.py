@@ -1,6 +1,6 @@
-"""Adaptive passes as an estimator: who is kept, who has passes of their own, and who goes back together.
+"""Adaptive passes as an estimator: the strategy of a window, the draw of samples that are kept, and groups of samples.
 
-What samples are worth is in `allocation.py`; `run/windows.py` does the passes.
+How many passes each sample is worth is in `allocation.py`; `run/windows.py` runs them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from neuromanifold.estimators.base import Estimator, random_signs
 from neuromanifold.estimators.hutchinson import Hutchinson
 from neuromanifold.estimators.orthogonal import leading, peeled
 
-_FEWER = 0.9  # of the variance of equal passes is worth looking at the outputs first
-_LEFT_OUT = 0.25  # of the variance with everyone kept is worth leaving samples out, unless that is small:
-_SMALL = 0.125  # of (mean t)², for a sample on average: then entries that need the samples left out would be worse
+# A strategy is chosen if the variance that it is predicted to have is below a share of another one's:
+_FEWER = 0.9  # of that of equal passes, below which outputs are worth computing first
+_LEFT_OUT = 0.25  # of the least one with everyone kept, below which samples are left out at a cost of one or more
+_SMALL = 0.125  # in units of (mean t)² of a sample: where everyone is kept with less variance, nobody is left out
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,17 @@ class Adaptive(Estimator):
         return max(1.0, (3 * self.cost - 1) / 2)
 
     def alike(self, batch: int) -> Hutchinson:
-        """What to do with a batch if all samples are alike: of 1.75 passes, two for three of four batches."""
+        """Return the estimator for a batch if all samples are alike: for 1.75 passes, two in three of four batches."""
         return several(math.floor((batch + 1) * self.mean_passes) - math.floor(batch * self.mean_passes))
 
     def allocation(self, samples: int) -> Allocation:
-        """The same for all samples: fewer passes than one leave some of them out."""
+        """Return the same allocation for all samples; at a cost below one, each is kept with that probability."""
         equal = several_passes(samples, self.mean_passes)
         return equal._replace(keep=equal.keep * min(1.0, self.cost))
 
 
 def several(passes: int) -> Hutchinson:
-    """So many passes, of which leading eigenvectors may have all but one."""
+    """Return the estimator with so many orthogonal probes; leading eigenvectors may take all passes but one."""
     return Hutchinson(passes, deflate=EIGENPAIRS if passes > 1 else 1)
 
 
@@ -138,6 +139,7 @@ class AfterFirst(Estimator):
 
 
 Strategy = Literal["alike", "everyone", "chosen"]
+"""Equal passes for all; a pass for every sample and further ones for noisy samples; or passes for chosen samples."""
 
 
 def strategy(estimator: Adaptive, some: Scores, everyone: Scores) -> Strategy:

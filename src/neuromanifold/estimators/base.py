@@ -4,8 +4,8 @@ F(θ) = Σ_x Jᵀ M(x) J with J = ∂z/∂θ.  An estimator yields, for each out
 
     Σ_passes E[u uᵀ] = M        (or a stated approximation of M),
 
-one for each backward pass; the pullback turns them into Jᵀu, squares and adds.  So no estimator knows of a network, of
-`detach()` or of a log-softmax in the graph.
+one for each backward pass, which turns it into Jᵀu (`persample/backward.py`); accumulators square and add.  So no
+estimator knows of a network, of `detach()` or of a log-softmax in the graph.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class NoiseFactors(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Samples of a pass whose squares have another noise than those of the others."""
+    """Samples of a pass whose squares have another noise factor than those of the other samples of the batch."""
 
-    rows: Tensor  # [k]
-    others: Tensor  # [n - k]
-    noise_factor: float
+    rows: Tensor  # [k] indices of these samples
+    others: Tensor  # [n - k] indices of all others
+    noise_factor: float  # of these samples' squares
 
     def factors(self, otherwise: float, like: Tensor) -> Tensor:
         """Return the noise factor of each sample, [n]."""
@@ -68,7 +68,7 @@ class Estimator(ABC):
     """c such that c·E[g⁴] is (at least) the variance of the square g² of one pass: 0 where nothing is random."""
 
     window: int = 1
-    """How many batches are planned together."""
+    """How many batches are taken together, as adaptive passes do."""
 
     @abstractmethod
     def passes(self, core: Core) -> int:
@@ -78,13 +78,13 @@ class Estimator(ABC):
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """One cotangent [..., C] for each pass, scaled so that the sum of the passes' squares is the estimate."""
 
-    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe] | None:
+    def fused(self, core: Core, generator: torch.Generator, valid: Tensor | None = None) -> Iterator[Probe] | None:
         """Return cotangents made by one kernel each, in the outputs' precision, or None without such a kernel.
 
-        The kernel also says which outputs were finite.  `counts` [...]: outputs where it is False are not read, and
+        The kernel also says which outputs were finite.  `valid` [...]: outputs where it is False are not read, and
         their cotangents are zero.
         """
-        del core, generator, counts
+        del core, generator, valid
         return None
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:

@@ -105,7 +105,7 @@ class Hutchinson(Estimator):
 
     def passes(self, core: Core) -> int:
         """One for each probe; orthogonal ones are exact once there are as many as the factor has columns."""
-        return min(self.probes, self._columns(core)) if self._together else self.probes
+        return min(self.probes, self._columns(core)) if self._depend else self.probes
 
     def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
         """Yield S ξ/√probes with fresh noise for each probe, or orthogonal probes."""
@@ -114,7 +114,7 @@ class Hutchinson(Estimator):
         if fused is not None:
             yield from (probe.cotangent for probe in fused)
             return
-        if self._together:
+        if self._depend:
             for cotangent in self._orthogonal(core, generator):
                 yield cotangent * random_signs(core, 1, generator)
             return
@@ -123,7 +123,7 @@ class Hutchinson(Estimator):
             cotangent = mix(self._noise(core, noise_dim, generator))
             yield cotangent / math.sqrt(self.probes) if self.probes > 1 else cotangent
 
-    def fused(self, core: Core, generator: torch.Generator, counts: Tensor | None = None) -> Iterator[Probe] | None:
+    def fused(self, core: Core, generator: torch.Generator, valid: Tensor | None = None) -> Iterator[Probe] | None:
         """Return the same probes from one kernel each: for classes, independent ones with random signs.
 
         With at most one eigenpair deflated, and of no envelope.
@@ -131,9 +131,9 @@ class Hutchinson(Estimator):
         if type(core) is not Categorical or type(self).cotangents is not Hutchinson.cotangents:
             return None  # a likelihood or an estimator of the user's own
         pairs = self._eigenpairs
-        if self.noise != "rademacher" or self._together or pairs > 1 or self.envelope is not None:
+        if self.noise != "rademacher" or self._depend or pairs > 1 or self.envelope is not None:
             return None
-        return dispatch.hutchinson_probes(core.given, self.probes, generator, counts, deflate=pairs == 1)
+        return dispatch.hutchinson_probes(core.given, self.probes, generator, valid, deflate=pairs == 1)
 
     def pass_noise(self, core: Core, alone: bool) -> list[float]:
         """2/3 for each pass, and less where a square belongs to a single distribution and probes are orthogonal.
@@ -158,7 +158,7 @@ class Hutchinson(Estimator):
         so cross terms of different passes are uncorrelated, and those of one pass have the variance 2 Σ_{x≠y} E[g_x²]
         E[g_y²], which is 2/3 of what they add to E[g⁴].
         """
-        if not self._together:
+        if not self._depend:
             return [0.0 if alone and self._only_a_sign(core) else self.noise_factor] * self.probes
         passes = self.passes(core)
         if not alone:
@@ -183,7 +183,7 @@ class Hutchinson(Estimator):
         """
         if not self._eigenpairs or self.noise != "rademacher":
             return None
-        if self._together:
+        if self._depend:
             if self.probes >= self._columns(core):
                 return None
             first = leading(core, min(self._eigenpairs, core.rank), self.probes)
@@ -199,7 +199,7 @@ class Hutchinson(Estimator):
     @property
     def independent_passes(self) -> bool:
         """Whether the probes of a batch are drawn independently: not if they are orthogonal."""
-        return not self._together
+        return not self._depend
 
     def for_batches(self) -> Hutchinson:
         """The same with independent probes: the more of them, the smaller are cross terms between samples."""
@@ -211,8 +211,8 @@ class Hutchinson(Estimator):
         return self.deflate or 0
 
     @functools.cached_property
-    def _together(self) -> bool:
-        """Whether the probes of a distribution depend on each other."""
+    def _depend(self) -> bool:
+        """Whether the probes of a distribution depend on each other, as orthogonal ones do."""
         return self.orthogonal and self.probes > 1
 
     def _columns(self, core: Core) -> int:

@@ -42,17 +42,17 @@ _disabled: set[str] = set()
 
 
 def hutchinson_probes(
-    logits: Tensor, probes: int, generator: torch.Generator, counts: Tensor | None, *, deflate: bool
+    logits: Tensor, probes: int, generator: torch.Generator, valid: Tensor | None, *, deflate: bool
 ) -> Iterator[Probe] | None:
     """Return S η/√probes for each probe, with random signs η of the kernel's own; deflated by the leading eigenpair.
 
-    `counts` [...]: rows where it is False are not read and get zeros.
+    `valid` [...]: rows where it is False are not read and get zeros.
     """
     if _backend("hutchinson_probes", logits) != "triton" or is_differentiated(logits):
         return None
     from neuromanifold.kernels.triton.probe import hutchinson_probe  # needs Triton
 
-    return (hutchinson_probe(logits, deflate, 1 / math.sqrt(probes), generator, counts) for _ in range(probes))
+    return (hutchinson_probe(logits, deflate, 1 / math.sqrt(probes), generator, valid) for _ in range(probes))
 
 
 def deflated_probe(logits: Tensor, noise: Tensor) -> Deflated | None:

@@ -223,7 +223,7 @@ class FisherOperator(Metric):
         """Add a batch's products with vectors [m, *shape] to sums [m, P], and their sizes; return its outputs."""
         evaluate = partial(self.problem.evaluate, batch, self._estimator)
         if self._carried.found:  # the columns of a block take several forward passes, which begin alike
-            evaluate = partial(_evaluate_after, self._carried.noted(), evaluate)
+            evaluate = partial(_evaluate_after, self._carried.snapshot(), evaluate)
         for which, product in self._jacobian(evaluate, vectors, partial(self._cotangents, validation)):
             for place, g in zip(self.layout.slices.values(), product.gradients, strict=True):
                 if g is not None:
@@ -265,7 +265,7 @@ class FisherOperator(Metric):
         chosen = False
         with self.problem.session():
             for batch in self._batches.batches():
-                restore = self._carried.noted()
+                restore = self._carried.snapshot()
                 outputs = self.problem.outputs(batch, self._estimator)  # errors of the model itself show here
                 restore()
                 self.problem.distributions(outputs)

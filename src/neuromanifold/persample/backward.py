@@ -246,7 +246,7 @@ class PerSampleBackward:
 
 @dataclass
 class HalfPrecisionScale:
-    """The power of two by which cotangents are multiplied: as large as no gradient overflows.
+    """The power of two by which cotangents are multiplied in float16: the largest at which no gradient overflows.
 
     In float16, gradients below 6e-8 would vanish, and those above 65,504 overflow.  The caller divides gradients by the
     scale in float32.  It is kept from pass to pass.
@@ -301,7 +301,7 @@ class BatchBackward:
         self.scale = HalfPrecisionScale(half or torch.float16 in {*map(_DTYPE, parameters)})
 
     def __call__(self, logits: Tensor, cotangent: Tensor, keep_graph: bool) -> tuple[list[Tensor | None], float]:
-        """Return the gradients of Σ cotangent·logits, None where there are none, and a factor they have too much."""
+        """Return the gradients of Σ cotangent·logits, None where there are none, times a scale; and that scale."""
 
         def attempt(scaled: Tensor, checked: bool) -> list[Tensor | None] | None:
             gradients = _gradients(logits, self.parameters, scaled, keep_graph or checked)

@@ -32,7 +32,7 @@ from neuromanifold.persample.hooks import Hooks
 from neuromanifold.persample.plan import Plan, Uses, discover
 from neuromanifold.persample.shards import Shards, any_process, union_of_processes
 from neuromanifold.persample.tokens import token_uses
-from neuromanifold.persample.verify import Reference, Verification, make_plan, together_as_alone
+from neuromanifold.persample.verify import Reference, Verification, make_plan, vectorizes_correctly
 
 _EVERY = 16  # batches between two reads of a flag on a GPU
 
@@ -54,9 +54,9 @@ class Again(Enum):
 
 @dataclass
 class Findings:
-    """What a run has found out about a model: it stays from batch to batch, and all but the plans is in checkpoints.
+    """What a run has found out about a model, kept from batch to batch; `state` is what checkpoints hold of it.
 
-    Parameters are named by number.
+    Parameters are given by their indices.
     """
 
     excluded: frozenset[int] = frozenset()
@@ -71,13 +71,13 @@ class Findings:
     late: Tensor | None = None
     """Whether gradients have come to a use that could not be verified; None: there is no such use."""
     plans: dict[int, Plan] = field(default_factory=dict)
-    """By the signature of the graph, as all that follows."""
+    """Verified plans, by the signature of the graph."""
     every_batch: bool = False
     """Whether one of the plans has to be verified with every batch."""
     follows_values: bool = False
     """Whether data have decided which sample owns which rows: their values are read in each batch."""
     vectorizes: dict[int, bool] = field(default_factory=dict)
-    """Whether several cotangents may go back in one pass."""
+    """Whether several cotangents may go back in one pass, by the signature of the graph."""
 
     def add_plan(self, signature: int, plan: Plan) -> None:
         """Keep a plan that was verified on the present batch."""
@@ -253,7 +253,7 @@ class PerSampleGradients:
         """Return a plan by which gradients are given per token, where that is asked for and right."""
         fits = logits.ndim == 3 and logits.shape[1] > 1
         if not self._wants_tokens or not (fits or self._shards is not None):
-            return plan
+            return plan  # with shards, all processes ask, since those with other shapes have to take part
         if not any_process(self._shards, "tokens", plan.tokens is None):
             return plan
         backward = PerSampleBackward(self.hooks, self.parameters, uses, plan)
@@ -263,7 +263,7 @@ class PerSampleGradients:
         """Return whether several cotangents may go back in one pass; tried once for each kind of graph."""
         kind, known = backward.uses.signature, self.findings.vectorizes
         if kind not in known:
-            known[kind] = together_as_alone(backward, logits)
+            known[kind] = vectorizes_correctly(backward, logits)
         return known[kind]
 
     def methods(self, otherwise: str) -> list[str]:

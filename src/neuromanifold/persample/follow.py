@@ -34,7 +34,7 @@ from neuromanifold.persample.graph import (
     signed,
     takes_own_rows,
 )
-from neuromanifold.persample.places import SHARED, UNKNOWN, Place, both, locate, owners, regular, reshaped
+from neuromanifold.persample.places import SHARED, UNKNOWN, Place, combined, locate, owners, regular, reshaped
 
 _ELEMENTWISE = frozenset(
     """
@@ -77,7 +77,7 @@ def follow(order: Sequence[Node], samples: int, identities: frozenset[str], befo
         for (below, output), its in zip(inputs, found, strict=True):
             if below is not None:
                 known = places.get(below)
-                places[below] = its if known is None else both(known, its, shape_of(below, output), samples)
+                places[below] = its if known is None else combined(known, its, shape_of(below, output), samples)
     return places
 
 

@@ -28,7 +28,7 @@ from neuromanifold.persample.shards import is_distributed
 _PLAIN = (int, float, str, tuple, list, type(None))
 _FREED = torch.empty(0)
 Consume = Callable[["Capture", Tensor], bool]
-"""Takes a captured call and the gradient of its output, during a backward pass; says whether its input is freed."""
+"""Takes a captured call and the gradient of its output, during a backward pass; returns whether to free its input."""
 
 
 @dataclass(eq=False)
@@ -117,7 +117,7 @@ class Hooks:
         """Whether what is captured may be a part of a tensor, as in tensor parallelism."""
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self.captures: list[Capture] = []
-        self.root = torch.empty(0, requires_grad=True)
+        self.root = torch.empty(0, requires_grad=True)  # differentiated, so that `CaptureGradient.backward` always runs
         self._excluded: frozenset[int] = frozenset()
         self._active = self._capturing = False
         self._calls: dict[int, int] = {}

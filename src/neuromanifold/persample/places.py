@@ -1,6 +1,7 @@
 """Where a tensor has the samples, and how it is read.
 
-Place     found by following the graph from the logits down (`follow.py`): a number, or the sample that owns each row
+Place     found by following the graph from the logits down (`follow.py`): `before`, the product of all sizes before the
+          samples', 1 in [n, t, d], t in [t, n, d] and [t·n, d]; or the sample that owns each row
 Layout    by which the per-sample gradients of a use are read: which dimension holds the samples
 """
 
@@ -32,7 +33,7 @@ def owners(place: Place, shape: torch.Size, samples: int) -> Tensor | None:
     return torch.arange(samples).repeat_interleave(inner).repeat(major) if dim == 0 else None
 
 
-def both(a: Place, b: Place, shape: torch.Size, samples: int) -> Place:
+def combined(a: Place, b: Place, shape: torch.Size, samples: int) -> Place:
     """Return the place that a tensor has if two users say where it has the samples."""
     if isinstance(a, int) and isinstance(b, int):
         return a if a == b else UNKNOWN

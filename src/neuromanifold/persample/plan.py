@@ -108,7 +108,7 @@ class Following:
         return tuple(place if isinstance(place, int) else _BY_ROW for places in found for place in places.values())
 
     def owners(self, node: Any, samples: int, data_alone: bool = True) -> Tensor | None:
-        """Return which sample owns each row of a tensor, if (`data_alone`) that is decided by the data."""
+        """Return which sample owns each row of a tensor; None if unknown, or (`data_alone`) if shapes decide it."""
         if data_alone and not self.by_values:
             return None
         if samples == 1:
@@ -188,8 +188,8 @@ def discover(
 ) -> Uses:
     """Find all uses of the parameters in the graph of a forward pass.
 
-    `numbers` are the parameters', by id.  `plans`, by signature: where one is known, a call has the layout that was
-    verified, and no other is looked for.
+    `numbers`: the index of each parameter, by its id.  `plans`, by signature: where one is known, a call has the layout
+    that was verified, and no other is looked for.
     """
     samples = logits.shape[0]
     if logits.grad_fn is None:  # the logits are a parameter
@@ -201,8 +201,8 @@ def discover(
     # Two heads that take turns have the same graph, and other parameters.
     used = (2 * i + (i in excluded) for _, i in leaves)
     following = Following(graph)
-    kind = hash((graph.signature, *map(_KEY, reaching), *used, *following.kind(logits)))
-    plan = plans.get(kind)
+    signature = hash((graph.signature, *map(_KEY, reaching), *used, *following.kind(logits)))
+    plan = plans.get(signature)
     verified = plan.layouts if plan is not None and plan.followed else {}
     supported, unsupported, by_capture = list[Use](), set[int](), dict[Capture, Use]()
     for capture in reaching:
@@ -232,7 +232,7 @@ def discover(
             supported.append(Use(("site", i, k), {"": i}, site.layouts, None, (site,), rows))
     if remaining:
         unsupported |= {i for use in by_capture.values() for i in use.parameters.values()}.intersection(remaining)
-    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), kind, following, by_capture)
+    return Uses(samples, supported, sorted(remaining), frozenset(unsupported), signature, following, by_capture)
 
 
 def _sites(

@@ -31,7 +31,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 _TF32 = 1e-2, 1e-3  # tolerance and precision of float32 where it is rounded to 11 bits
 _ROUNDING = 16.0  # times the precision and the size of what is added up
 _SMALLEST, _LARGEST = 1e-12, 1e18  # norms that float32 has to its precision
-_COMPARED = 2**21  # logits, at the most about twice as many
+_COMPARED = 2**21  # logits that are compared where there are more of them
 _WEIGHTS = (1.0, -2.0, 0.5, -1.0, 2.0, 4.0, -0.5)  # none is zero: every sample is seen
 
 
@@ -50,14 +50,14 @@ class Reference:
         cotangent = _cotangent(logits).mul_(weights.view(-1, *[1] * (logits.ndim - 1)))
         if shards is None:
             found = torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
-            return cls(_some(logits), {i: dense(g).detach() for i, g in enumerate(found) if g is not None})
+            return cls(_subsample(logits), {i: dense(g).detach() for i, g in enumerate(found) if g is not None})
         parts: dict[int, Tensor] = {}
         layers = shards.sums(lambda i, _, part: parts.update({i: part}))
         with shards.streamed(list(range(len(parameters))), lambda i, g: layers.put(i, "", g.to(promoted(g.dtype)))):
             torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
         layers.flush()
         shards.compare(parts)
-        return cls(_some(logits), parts, shards)
+        return cls(_subsample(logits), parts, shards)
 
 
 def make_plan(
@@ -65,7 +65,7 @@ def make_plan(
 ) -> tuple[Plan, frozenset[int]]:
     """Return a plan whose per-sample gradients are verified, and the parameters that did not pass."""
     shards = reference.shards
-    if any_process(shards, "other logits", not _same_logits(_some(logits), reference.logits)):
+    if any_process(shards, "other logits", not _same_logits(_subsample(logits), reference.logits)):
         # hooks change what the model computes, or it never computes it twice
         return Plan({}), frozenset(uses.counts) | uses.unsupported
     if unsupported := union_of_processes(shards, "unsupported", uses.unsupported):
@@ -116,7 +116,7 @@ class Verification:
         """Parameters whose per-sample gradients are not autograd's."""
 
 
-def together_as_alone(backward: PerSampleBackward, logits: Tensor) -> bool:
+def vectorizes_correctly(backward: PerSampleBackward, logits: Tensor) -> bool:
     """Return whether cotangents that go back in one vectorised pass have the gradients that they have alone.
 
     They do not where an operation cannot be vectorised, or works in place on gradients that are shared.
@@ -186,7 +186,7 @@ class _Observations:
         sizes = [self._sizes.get(i, 0.0) for i in chosen]
         undefined = [g is not None and bool(g.isnan().any()) for g in expected] if any(map(math.isnan, found)) else []
         if sums.shards is not None:
-            found, sizes, undefined = _of_all(sums.shards, found, sizes, undefined)
+            found, sizes, undefined = _over_processes(sums.shards, found, sizes, undefined)
         for k, i in enumerate(chosen):
             difference, size = found[k], found[len(chosen) + k]
             agree = difference <= self._tolerance * size + _ROUNDING * self._precision * sizes[k]
@@ -204,7 +204,7 @@ class _Observations:
         self._tolerance, self._precision = max(tolerance, self._tolerance), max(precision, self._precision)
 
 
-def _of_all(
+def _over_processes(
     shards: Shards, norms: list[float], sizes: list[float], undefined: list[bool]
 ) -> tuple[list[float], list[float], list[bool]]:
     """Return the norms of whole tensors from those of their parts, and what is known of them in any process."""
@@ -312,8 +312,8 @@ def _cotangent(logits: Tensor) -> Tensor:
     return torch.randn(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
 
 
-def _some(logits: Tensor) -> Tensor:
-    """Return at most some millions of the logits, from all samples."""
+def _subsample(logits: Tensor) -> Tensor:
+    """Return some millions of the logits, evenly spread over the batch; all if there are fewer."""
     values = logits.detach().flatten()
     return values[:: 1 + len(values) // _COMPARED].clone()
 

@@ -57,18 +57,18 @@ class Batch(NamedTuple):
         return self._replace(args=tuple(map(copied, self.args)), kwargs=copied(self.kwargs) if self.kwargs else {})
 
     def cut(self, samples: int, rows: slice | Tensor, batch_dim: int = 0) -> Batch:
-        """Some of its samples; tensors in which samples cannot be found stay as they are."""
+        """Return some of its samples; tensors in which samples cannot be found stay as they are."""
         labels, dim = self.labels, None if self.labels is None else _labels_dim(self.labels, samples, batch_dim)
         labels = labels if labels is None or dim is None else _slice(labels, dim, rows)
         return Batch(*cut((self.args, self.kwargs), samples, rows, batch_dim), labels, self.number)
 
 
 class SomeSamples(NamedTuple):
-    """Some samples of a batch."""
+    """Some samples of a batch, given by their indices, before they are cut out of it."""
 
     batch: Batch
-    samples: int  # of the batch
-    rows: Tensor
+    samples: int  # how many the batch has
+    rows: Tensor  # indices of these samples
 
     def taken(self, batch_dim: int = 0) -> Taken:
         """Cut them out of their batch."""
@@ -80,7 +80,7 @@ class Taken(NamedTuple):
     """Samples that were cut out of a batch."""
 
     batch: Batch
-    dims: list[int | None]  # which holds the samples, for each tensor; where there are few, it could not be found again
+    dims: list[int | None]  # of each tensor that which holds the samples; sizes of a few samples would not show it
 
     def only(self, rows: Tensor) -> Batch:
         """Some of these samples."""
@@ -109,7 +109,7 @@ def gather(parts: list[Taken]) -> Batch:
     return Batch(args, kwargs, labels, first.number)
 
 
-def same_kind(batch: Batch, samples: int, batch_dim: int = 0) -> object:
+def kind_of(batch: Batch, samples: int, batch_dim: int = 0) -> object:
     """A value that is equal for batches whose samples can be joined: the same shapes, types, and other contents."""
     kinds: list[object] = [repr(map_tensors(lambda _: ..., _contents(batch)))]
     for tensor, dim in _tensors_and_dims(batch, samples, batch_dim):

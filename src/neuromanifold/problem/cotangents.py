@@ -30,14 +30,14 @@ class Distributions(NamedTuple):
     labels: Tensor | None  # [R] classes, or [R, C] targets
 
 
-class Found(NamedTuple):
-    """What a search for bad values has found, still on the device."""
+class Validity(NamedTuple):
+    """Which outputs of a batch are finite, and whether its labels are classes: still on the device."""
 
     finite: Tensor  # [rows] bool
     labels_fit: Tensor | None = None  # bool: whether all labels are classes
     classes: int = 0
 
-    def clone(self) -> Found:
+    def clone(self) -> Validity:
         """A copy in memory of its own."""
         fit = None if self.labels_fit is None else self.labels_fit.clone()
         return self._replace(finite=self.finite.clone(), labels_fit=fit)
@@ -76,8 +76,8 @@ class LateValidation:
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
-        self._waiting: tuple[_Answer, Found, int] | None = None  # whether all is good, what was found, in which batch
-        self._postponed: list[Found] | None = None
+        self._waiting: tuple[_Answer, Validity, int] | None = None  # whether all is good, the details, of which batch
+        self._postponed: list[Validity] | None = None  # collects what would have been read, inside of `postponed`
 
     def core(self, rows: Tensor, number: int, labels_fit: Tensor | None = None) -> Core:
         """The core of these outputs, of batch `number`; on a GPU, whether labels are classes is read later."""
@@ -85,7 +85,7 @@ class LateValidation:
         if core is None:
             return self._named(rows, number)
         extreme = rows.amax(-1) if self.likelihood is Categorical else rows.sum(-1, dtype=torch.float32)
-        self.check_later(Found(torch.isfinite(extreme), labels_fit, core.dim), number)
+        self.check_later(Validity(torch.isfinite(extreme), labels_fit, core.dim), number)
         return core
 
     def unchecked(self, outputs: Tensor, number: int) -> Core | None:
@@ -105,15 +105,15 @@ class LateValidation:
         return core
 
     @contextmanager
-    def postponed(self) -> Iterator[list[Found]]:
-        """Read nothing inside, as in the capture of a CUDA graph; give out what would have been read."""
+    def postponed(self) -> Iterator[list[Validity]]:
+        """Read nothing inside, as in the capture of a CUDA graph; yield a list of what would have been read."""
         self._postponed = []
         try:
             yield self._postponed
         finally:
             self._postponed = None
 
-    def check_later(self, found: Found, number: int) -> None:
+    def check_later(self, found: Validity, number: int) -> None:
         """Remember what was found in batch `number`, and read what was found in the batch before."""
         if self._postponed is not None:
             self._postponed.append(found)
@@ -161,14 +161,14 @@ def check_labels(core: Core, outputs: Outputs, wanted: bool) -> None:
         raise ValueError(f"Batch {outputs.number} of `data`: " + message("labels", expected, got, advice))
 
 
-def _raise_if_bad(batch: tuple[_Answer, Found, int] | None) -> None:
+def _raise_if_bad(batch: tuple[_Answer, Validity, int] | None) -> None:
     if batch is None or bool(batch[0]):
         return
     _, (finite, labels_fit, classes), number = batch
     where = f"Batch {number} of `data`: "
     if labels_fit is not None and not bool(labels_fit):
         advice = "Positions that do not count are marked by `ignore_index`."
-        raise ValueError(where + message("labels", f"between 0 and {classes - 1}", "others", advice))
+        raise ValueError(where + message("labels", f"between 0 and {classes - 1}", "some that are not", advice))
     bad = (~finite).flatten()
     got = f"NaN or infinity at index {[int(bad.nonzero()[0])]}"
     advice = f"{int(bad.sum())} of {bad.numel()} rows are affected; look for overflow in half precision or a bad input."
@@ -230,24 +230,27 @@ def with_eigenvectors(drawn: Iterator[Cotangent], columns: Tensor, apart: Apart)
 def _fused(
     core: Core, outputs: Outputs, estimator: Estimator, probes: Iterator[Probe], validation: LateValidation
 ) -> Iterator[Cotangent]:
-    """From a kernel that skips positions and looks for NaN by itself: the cotangent is all that is allocated."""
+    """Yield cotangents of a kernel that skips positions and finds NaN by itself: it allocates nothing else."""
     check_labels(core, outputs, wanted=False)
     factors = _noise_factors(core, outputs, estimator)
     for i, (values, finite) in enumerate(probes):
         if i == 0:
-            validation.check_later(Found(finite), outputs.number)
+            validation.check_later(Validity(finite), outputs.number)
         yield Cotangent(values, factors[i], len(factors) - i, len(factors))
 
 
 def _noise_factors(core: Core, outputs: Outputs, estimator: Estimator) -> list[NoiseFactors]:
-    """Return those of each pass: only without positions, a sample has a single output distribution."""
+    """Return the noise factors of each pass; a sample has a single output distribution only for logits [B, C]."""
     together, alone = estimator.pass_noise(core, alone=False), estimator.pass_noise(core, alone=True)
     samples = alone if outputs.logits.ndim == 2 else together
     return [NoiseFactors(*each) for each in zip(together, samples, alone, strict=True)]
 
 
 def by_position(cotangent: Tensor, valid: Tensor | None) -> Iterator[Tensor]:
-    """The cotangent restricted to one position of every sample after the other: columns of positions do not add."""
+    """Yield the cotangent restricted to one position of all samples, for one position after the other.
+
+    So gradients of different positions are squared before they are added.
+    """
     if cotangent.ndim == 2:
         yield cotangent
         return

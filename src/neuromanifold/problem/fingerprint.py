@@ -32,7 +32,7 @@ class Thinned(NamedTuple):
 
 
 def fingerprint(*named: tuple[str, object], most: int | None = None) -> str:
-    """Of names and values: the bytes of tensors, numbers and texts as they are, whatever else by what is in it.
+    """Hash names and values: the bytes of tensors, numbers and texts as they are, whatever else by what is in it.
 
     Of tensors with more than `most` numbers only so many are looked at, evenly spread.  Of functions the code counts,
     and what they hold; objects of other kinds count by their type alone.
@@ -85,7 +85,7 @@ def _bytes(flat: Tensor) -> memoryview:
 
 
 def _parts(value: object) -> Mapping[Any, object]:
-    """What is in a value."""
+    """Return what the fingerprint of a container, function or callable object is made of, by name."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple)):

@@ -176,7 +176,7 @@ def _check_samples(logits: Tensor, batch: Batch, class_dim: int, batch_dim: int)
         dim for dim in range(min(2, logits.ndim)) if dim != class_dim != batch_dim and logits.shape[dim] == samples
     ]
     if meant or logits.ndim == 1:
-        expected = f"of the inputs' {samples} samples in dimension {batch_dim}"
+        expected = f"a tensor with the inputs' {samples} samples in dimension {batch_dim}"
         advice = f"Pass batch_dim={meant[0]} if that dimension holds the samples." if meant else ""
         text = message("logits", expected, f"shape {list(logits.shape)}", advice)
         raise SamplesElsewhereError(f"Batch {batch.number} of `data`: {text}")
@@ -243,10 +243,7 @@ def _arranged(logits: Tensor, batch_dim: int, class_dim: int) -> Tensor:
 
 
 def _unless_all(valid: Tensor) -> Tensor | None:
-    """None if all positions count, where asking costs nothing: not on a GPU, which would be waited for.
-
-    Samples without any position do not count.
-    """
+    """Return None if all positions count and that is known without synchronizing a GPU; else the mask itself."""
     return None if is_readable(valid) and valid.numel() and bool(valid.all()) else valid
 
 

@@ -18,7 +18,7 @@ def number_of_batches(data: object) -> int | None:
 
 
 def tracked(data: Iterable[T], what: str) -> Iterator[T]:
-    """Iterate over the data, and show how far it has come."""
+    """Iterate over the data with a progress bar; `what` is shown beside it."""
     total = number_of_batches(data)
     try:
         from rich.console import Console

@@ -30,7 +30,7 @@ class RepeatedBatches:
             )
         self._problem = problem
         self._fingerprints: list[str] = []
-        self._devices: list[list[tuple[weakref.ref[Tensor], int]]] = []  # tensors that are not on the CPU, by batch
+        self._device_tensors: list[list[tuple[weakref.ref[Tensor], int]]] = []  # with versions, by batch
         self._complete = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -62,11 +62,11 @@ class RepeatedBatches:
         if self._complete:
             raise _differ(f"more than {len(self._fingerprints)} batches")
         self._fingerprints.append(_fingerprint_of(item))
-        self._devices.append([(weakref.ref(t), t._version) for t in _elsewhere(item)])
+        self._device_tensors.append([(weakref.ref(t), t._version) for t in _device_tensors_of(item)])
 
     def _is_same_object(self, number: int, item: object) -> bool:
         """Whether these are the very tensors of before, unchanged: spares a GPU being waited for."""
-        before = self._devices[number]
+        before = self._device_tensors[number]
         now = tensors_in(item) if before else []
         return len(now) == len(before) > 0 and all(
             t is reference() and t._version == version for t, (reference, version) in zip(now, before, strict=True)
@@ -90,8 +90,8 @@ class Items:
         return len(self._data)  # type: ignore[arg-type]  # a TypeError where the data have none, as theirs
 
 
-def _elsewhere(item: object) -> list[Tensor]:
-    """Its tensors, if none is on the CPU and all count their changes."""
+def _device_tensors_of(item: object) -> list[Tensor]:
+    """Return the tensors of an item if all are on a device and have version counters; else none."""
     tensors = tensors_in(item)
     return tensors if all(t.device.type != "cpu" and not t.is_inference() for t in tensors) else []
 

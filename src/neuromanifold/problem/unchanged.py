@@ -49,7 +49,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _cudnn(enabled: bool) -> Iterator[None]:
-    """With cuDNN or without; torch.backends.cudnn.flags would set its precision and everything else to defaults."""
+    """Enable or disable cuDNN while inside; torch.backends.cudnn.flags would also reset its precision and the rest."""
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = enabled
     try:
@@ -60,7 +60,7 @@ def _cudnn(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _no_kept_weights() -> Iterator[None]:
-    """Inside of the user's `parametrize.cached()`, weights that are computed have graphs which are not ours to use."""
+    """Suspend the user's `parametrize.cached()`: weights in its cache belong to graphs that are not to be used here."""
     before = parametrize._cache, parametrize._cache_enabled
     parametrize._cache, parametrize._cache_enabled = {}, 0
     try:
@@ -71,7 +71,7 @@ def _no_kept_weights() -> Iterator[None]:
 
 @contextmanager
 def _no_parameter_hooks(model: nn.Module) -> Iterator[None]:
-    """Without the user's hooks on parameters: they change gradients for an optimizer, and F is that of the model.
+    """Remove the user's hooks on parameters while inside: they change gradients for an optimizer, F is the model's.
 
     Autograd would call them with sums over a batch, and per-sample rules not at all.
     """
@@ -133,13 +133,13 @@ def model_states(model: nn.Module) -> Callable[[], bool]:
 
 
 class CarriedState:
-    """Whether forward passes of a model carry anything over to the next one, as far as was seen."""
+    """Snapshots of what a model may carry from one forward pass to the next, and whether it was seen to carry any."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self.found = model, False
+        self._model, self.found = model, False  # found: a forward pass has changed some of the model's state
 
-    def noted(self) -> Callable[[], None]:
-        """Return `model_states` as a function that notes whether there was anything to put back."""
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present state (`model_states`), and notes whether it had changed."""
         restore = model_states(self._model)
 
         def restore_and_note() -> None:

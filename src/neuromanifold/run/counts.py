@@ -1,4 +1,4 @@
-"""What a run has seen so far, and how an observer is told."""
+"""What a run has seen so far: samples, positions, batches, passes; and reports of it to an observer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neuromanifold.run.settings import Observer, RunProgress
 _KEPT = ("samples", "positions", "batches", "next", "dtype", "unit", "noise_shares", "left_out")
 _NOTED = ("passes", "verified", "methods")  # of the method, which has a state of its own in a checkpoint
 _METHODS = ("token", "sample", "sample, one by one", "batch")  # from fine to coarse
-_SECONDS, _SHARE = 0.5, 1 / 50  # between two looks of an observer; of the time that may be spent on looking
+_SECONDS, _SHARE = 0.5, 1 / 50  # between two calls of an observer, at least; of the time, for these calls, at most
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Counts:
     methods: list[str] = field(default_factory=list)  # how each parameter was done
     first: str = ""  # a fingerprint of batch 0 of the data, whichever shard this is
     next: int = 0  # the number, in the data, of the batch after the last one
-    running_samples: int | Tensor = 0  # perhaps still on their way on a GPU
+    running_samples: int | Tensor = 0  # those of `samples`, on the device until `synchronize`
     running_positions: int | Tensor = 0
     processes: int = 1  # that have shared the run
-    left_out: int = 0  # samples without a pass
+    left_out: int = 0  # samples without a pass, of adaptive passes
     noise_shares: tuple[float | Tensor, float | Tensor] | None = None  # `Estimator.noise_shares`, over some batches
 
     def add(self, outputs: Outputs) -> None:
@@ -55,7 +55,7 @@ class Counts:
         self.next = max(self.next, end)
 
     def leave_out(self, samples: int) -> None:
-        """Count samples without a pass, for which others have larger weights."""
+        """Count samples that have no pass; those with passes have larger weights instead."""
         self.left_out += samples
 
     def note(self, method: Method, more_passes: int = 0) -> None:
@@ -77,7 +77,7 @@ class Counts:
         return math.sqrt(max(noise, 0.0) / bound) if bound > 0 else 1.0
 
     def synchronize(self) -> None:
-        """Wait for what is still on a GPU."""
+        """Read back the counts that are still on a GPU."""
         self.samples, self.positions = int(self.running_samples), int(self.running_positions)
         if self.noise_shares is not None:
             self.noise_shares = float(self.noise_shares[0]), float(self.noise_shares[1])
@@ -133,10 +133,10 @@ def coarsest(methods: Iterable[list[str]]) -> list[str]:
 
 
 class Reporter:
-    """Calls an observer as often as is useful, and as rarely as looking takes a fiftieth of the time."""
+    """Calls an observer at most every half second, and so rarely that this takes at most a fiftieth of the time."""
 
     def __init__(self, observer: Observer | bool) -> None:
-        """A bool stands for none: that of a bar is another thing."""
+        """A bool, which only asks for a progress bar or for none, means that there is no observer."""
         self._observer, self._due = observer, 0.0
 
     def batch_done(self, progress: Callable[[], RunProgress]) -> None:

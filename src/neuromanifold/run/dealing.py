@@ -1,8 +1,8 @@
 """Which batches of the data a process does, and whether they are those of the other processes, or of an earlier run.
 
-All processes go through the same data, and each does every so many-th batch: the noise of a batch depends on its number
-alone, so the sums are those of one process.  Or each has data of its own, as a DistributedSampler gives them: then the
-batches are numbered as if they had been dealt.
+All processes go through the same data, and of n processes each does every n-th batch: the noise of a batch depends on
+its number alone, so the sums are those of one process.  Or each has data of its own, as from a DistributedSampler: then
+the batches are numbered as if they had been dealt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPARED = 1024  # numbers of each parameter that processes compare
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which windows of batches are of the shard, and which of them this process does.
+    """Which windows of batches belong to the shard, and which of them this process does.
 
     place     of a window: how many windows of the data this process has read before it
     number    of a window or batch: how many come before it in the data of all processes; seeds the noise
@@ -59,7 +59,7 @@ class Dealing:
         return place * self.world + self.rank if self.own_data else place
 
     def in_shard(self, place: int) -> bool:
-        """Whether a window is of the shard that all processes do."""
+        """Whether a window belongs to the shard, which all processes share."""
         return place % self.shard[1] == self.shard[0]
 
     def is_mine(self, place: int) -> bool:
@@ -67,7 +67,7 @@ class Dealing:
         return self.own_data or self.one_replica or self.turn(place)[1] == self.rank
 
     def turn(self, place: int) -> tuple[int, int]:
-        """In which round of the processes a window is done, and by which of them."""
+        """The round in which a window of the shard is done, and the rank of the process that does it."""
         place //= self.shard[1]
         return (place, self.rank) if self.own_data else divmod(place, self.world)
 
@@ -78,9 +78,10 @@ class Dealing:
 
 
 class Chain:
-    """The fingerprint of all batches so far, one after the other; the last ones are kept by number."""
+    """A running fingerprint of all batches so far, and its values after the last ones, by the batch's number."""
 
     def __init__(self, kept: int) -> None:
+        """`kept`: how many of the last values are remembered, to compare with processes that are not as far."""
         self._kept, self._last = kept, dict[int, str]()
         self.value = ""
 
@@ -104,7 +105,7 @@ class Chain:
         if all(one[2] for one in of_all) and len({one[0] for one in of_all}) > 1:
             wrong = wrong or [rank for rank, one in enumerate(of_all) if one[0] != of_all[0][0]]
         if wrong or any(processes.gather("chain compared", bool(wrong))):
-            which = f", rank {wrong[0]} others than rank {processes.rank}" if wrong else ""
+            which = f" on ranks {processes.rank} and {wrong[0]}" if wrong else ""
             raise ValueError(message("data", _SAME, f"different ones{which}", _ADVICE))
 
 
@@ -178,7 +179,7 @@ def deal(
     options: LoopOptions,
     one_replica: bool = False,
 ) -> tuple[Iterator[object], Dealing]:
-    """Return the items, and how they are dealt, after comparing what all processes are about to do.
+    """Return the items, and which of them this process does, once all processes have agreed on the same run.
 
     `one_replica`: all processes do the same batches.
     """
@@ -208,7 +209,7 @@ def _agree(
     of_all = processes.join([identity, first, replicas], device)
     for rank, (other, _, _) in enumerate(of_all):
         if different := [name for name in identity if other.get(name) != identity[name]]:
-            got = f"others in rank {rank} than in rank {processes.rank}: {', '.join(different)}"
+            got = f"different ones on ranks {processes.rank} and {rank}: {', '.join(different)}"
             raise ValueError(message("arguments", "the same on all processes", got))
     firsts = [one[1] for one in of_all if one[1]]
     alike, apart = len(set(firsts)) <= 1, len(set(firsts)) == len(firsts)
@@ -231,12 +232,12 @@ def _agree(
 
 
 def _warn_if_padded(data: Any) -> None:
-    """A DistributedSampler repeats samples so that all processes have as many."""
+    """Warn if a DistributedSampler has repeated samples to give all processes the same number."""
     sampler = data.sampler
     total, samples = getattr(sampler, "total_size", 0), getattr(sampler, "dataset", ())
     if not getattr(sampler, "drop_last", True) and total > len(samples):
         text = (
             f"The DistributedSampler repeats {total - len(samples)} of {len(samples)} samples, so that all processes "
         )
-        text += "have as many, and these count twice. Leave it out: all processes may have all the data."
+        text += "have the same number; these count twice. Leave it out: all processes may have all the data."
         warn(text, SuspiciousInputWarning)

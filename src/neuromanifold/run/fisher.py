@@ -42,7 +42,7 @@ from neuromanifold.run.settings import (
 )
 from neuromanifold.run.stopping import Accuracy
 
-_FINGERPRINTED = 1024  # numbers of each parameter
+_FINGERPRINTED = 1024  # numbers of each parameter that the fingerprint of the weights reads, at most
 
 
 class ToleranceNotReachedWarning(UserWarning):
@@ -157,18 +157,19 @@ def diagonal_of(
     error_bars: ErrorBars | Literal["auto"] = "auto",
 ) -> DiagonalFisher:
     """Return the diagonal of a problem whose arguments have been checked."""
-    random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
+    random, similar = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
     parameters = list(problem.parameters.values())
     if problem.tensor_parallel and error_bars == "rows":
-        advice = "Rows of weights are divided among processes: leave it out, or give True or False."
-        raise ValueError(message("error_bars", "those of entries for a tensor-parallel model", "'rows'", advice))
+        advice = "Rows of weights are divided among processes."
+        raise ValueError(message("error_bars", "'auto', True or False for a tensor-parallel model", "'rows'", advice))
+    # "auto" never chooses rows for a tensor-parallel model, however large it is
     entries = 0 if problem.tensor_parallel else sum(map(Tensor.numel, parameters))
     kind = choose_error_bars(error_bars, entries, rtol)
     if problem.sharded:
         return _sharded_diagonal(problem, settings, options, view, rtol, kind)
-    sums = DiagonalSums(parameters, fourth_powers=kind if random else False, alike=alike)
+    sums = DiagonalSums(parameters, fourth_powers=kind if random else False, similar_batches=similar)
     counts = _run(problem, settings, sums, options, rtol)
-    errors = sums.standard_errors(last=True) if kind or not random else []
+    errors = sums.standard_errors(in_place=True) if kind or not random else []
     noiseless = sums.noiseless
     provenance = make_provenance(problem, settings, counts, options.shard)
     return DiagonalFisher(
@@ -190,7 +191,7 @@ def _sharded_diagonal(
     rtol: float | None,
     kind: ErrorBars,
 ) -> ShardedFisher:
-    """Return the diagonal of a model in FSDP2 or tensor parallelism, of which each process has its part."""
+    """Return the diagonal for a model in FSDP2 or tensor parallelism: each process has its part of each tensor."""
     random = settings.estimator.noise_factor > 0
     with sharded(problem, settings, options) as shards:
         sums = ShardedSums(shards, fourth_powers=kind if random else False)
@@ -288,10 +289,11 @@ def _run(
         return error if error is None or isinstance(sums, TraceSums) else counts.noise_ratio * error
 
     accuracy = Accuracy(rtol, relative_error)
-    if isinstance(sums, DiagonalSums) or (isinstance(sums, TraceSums) and shards is None):
+    if shards is None:
+        assert not isinstance(sums, ShardedSums)
         counts = run(problem, settings, sums, options, accuracy=accuracy)
     else:
-        assert shards is not None
+        assert not isinstance(sums, DiagonalSums)
         counts = run_sharded(problem, settings, sums, options, shards, accuracy)
     if rtol is not None and not counts.stopped:
         error = relative_error(counts, sums)
@@ -314,7 +316,7 @@ def _check_rtol(rtol: float, estimator: Estimator) -> None:
 def make_provenance(
     problem: Problem, settings: Settings, counts: Counts, shard: tuple[int, int] = (0, 1)
 ) -> Provenance:
-    """Return where a result comes from."""
+    """Return the provenance of a result: model, data, estimator, seeds, how parameters were done, versions."""
     model, estimator = problem.model, settings.estimator
     size = sum(parameter.numel() for parameter in model.parameters())
     return Provenance(
@@ -326,6 +328,7 @@ def make_provenance(
         seeds=[settings.seed] if estimator.noise_factor else [],
         noise_factor=estimator.noise_factor,
         noise_ratio=counts.noise_ratio,
+        # the windows that were drawn: seed, first, end, step; `counts.next` batches are so many windows, rounded up
         draws=[[settings.seed, shard[0], -(-counts.next // estimator.window), shard[1]]],
         data_fingerprints=[counts.first] if counts.first else [],
         batches=counts.batches,

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from neuromanifold.core.checks import warn
 from neuromanifold.persample.accumulate import DiagonalSums, GradientSums, Tally
 from neuromanifold.problem.batches import Batch
-from neuromanifold.problem.cotangents import Found
+from neuromanifold.problem.cotangents import Validity
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.run.methods import Method
 from neuromanifold.run.settings import CudaGraphs
@@ -141,7 +141,7 @@ class _CapturedBatch:
 
     batch: Batch
     outputs: Outputs
-    found: Found | None  # whether the outputs are finite
+    found: Validity | None  # whether the outputs are finite
     passes: int
     tally: Tally  # samples that the sums count
     forward: Any
@@ -226,7 +226,7 @@ class CapturedSteps:
         return outputs
 
     @contextmanager
-    def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Found]]:
+    def _nothing_read_back(self, sums: DiagonalSums) -> Iterator[list[Validity]]:
         """Postpone what is read back now and then; whether outputs are finite is given out."""
         with sums.without_synchronization(), self._method.validation.postponed() as found:
             yield found

@@ -73,8 +73,8 @@ def run(
                 steps.synchronize()
                 if saved is not None:
                     saved.write()
-                some = counts.batches or processes.several
-                if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and some):
+                has_result = counts.batches or processes.several
+                if not (isinstance(error, KeyboardInterrupt) and options.on_interrupt == "return" and has_result):
                     raise
                 stopping.interrupt()
         windows.compare(ended=not stopping.reason)
@@ -108,6 +108,7 @@ def _go_through(
                     steps.synchronize()
                     saved.write()
             stopping.after(window)
+        # after a reason to stop, batches that the checkpoint has are still read: they must be those that it was made of
         if stopping.reason and (saved is None or window.end >= saved.ends_at):
             break
     stopping.after_the_data()
@@ -121,8 +122,8 @@ def _go_through(
 class Steps:
     """Passes of a window: batch by batch, eagerly or as CUDA graphs; or all of its batches together, adaptively.
 
-    `_do_passes` maps batches to their outputs, and the passes happen as it is iterated over: of single batches, one is
-    examined and counted before the next one begins.
+    `_do_passes` takes an iterator over batches and returns one over (batch, outputs).  The passes run while that is
+    iterated over: without adaptive passes, each batch is examined and counted before the next one runs.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Steps:
         self._captured = CapturedSteps(method, sums, cuda_graphs) if captures else None
         adaptive = isinstance(method.settings.estimator, Adaptive)
         self._do_passes = AdaptiveSteps(method, sums, counts) if adaptive else self._one_by_one
-        # With the method of an earlier run, its warnings have been given already.
+        # The method of an earlier run, which has made passes, has given its warnings already.
         self._inspected, self._left_to_autograd = method.passes > 0, method.left_to_autograd
 
     def __call__(self, window: Window) -> None:
@@ -146,7 +147,7 @@ class Steps:
         self._counts.note(self._method)
 
     def synchronize(self) -> None:
-        """Wait for what is still open, so that counts and sums are right."""
+        """Finish pending checks of CUDA graphs and outputs, and read counts back, so that they can be reported."""
         if self._captured is not None:
             self._captured.synchronize()
         self._method.validation.flush()
@@ -157,7 +158,7 @@ class Steps:
         return ((batch, self._one(batch)) for batch in batches)
 
     def _one(self, batch: Batch) -> Outputs:
-        """Do the passes of a single batch, and return its outputs without their activations."""
+        """Do the passes of a single batch, and return its outputs without the autograd graph."""
         self._sums.begin_batch(self._dealing.index(batch.number), self._method.problem.samples_of(batch))
         outputs = self._captured(batch) if self._captured else self._method(batch, self._sums)
         self._sums.synchronize()
@@ -169,8 +170,8 @@ class Steps:
         Besides, in batches 0, 1, 2, 4, ..., sample how much of the error bars is noise, and how uneven the samples are.
         """
         problem, left, done = self._method.problem, self._method.left_to_autograd, self._counts.batches
-        waits = not self._inspected and done & (done - 1) == 0  # 0, 1, 2, 4, ...: these are enough
-        if waits or left > self._left_to_autograd:
+        due = not self._inspected and done & (done - 1) == 0  # after 0, 1, 2, 4, ... batches
+        if due or left > self._left_to_autograd:
             self._inspected = problem.inspect(batch, outputs)
         self._left_to_autograd = left
         index = self._dealing.index(batch.number)

@@ -66,7 +66,7 @@ class Method(ABC):
         return outputs
 
     def complete(self, batch: Batch, outputs: Outputs, sums: GradientSums, estimator: Estimator | None = None) -> None:
-        """Do all that comes after the forward pass of a batch."""
+        """Run the backward passes of a batch and end it, after its forward pass."""
         self.seed(batch.number)
         self.backward(outputs, sums, estimator)
         self.end_batch(batch)
@@ -95,7 +95,7 @@ class Method(ABC):
 
     @property
     def must_run_eagerly(self) -> bool:
-        """Whether the next batch cannot be replayed from a CUDA graph: it is verified, or its samples are followed."""
+        """Whether the next batch cannot be replayed from a CUDA graph: it is verified, or its values are read."""
         return False
 
     @property
@@ -109,14 +109,14 @@ class Method(ABC):
 
     @abstractmethod
     def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
-        """Send all cotangents of the batch back, and hand their gradients to an accumulator."""
+        """Send cotangents of the last forward pass back, and hand their gradients to an accumulator."""
 
     @abstractmethod
     def methods(self) -> list[str]:
         """Return how each parameter was done: "sample", "token", "batch", or "sample, one by one"."""
 
     def attached(self) -> AbstractContextManager[None]:
-        """Do what has to be done to the model, for as long as it lasts."""
+        """Prepare the model, such as with hooks, while inside, and restore it."""
         return nullcontext()
 
     def release(self) -> None:  # noqa: B027 (nothing to do for most)
@@ -190,14 +190,14 @@ class PerSample(Method):
         self.engine = PerSampleGradients(problem.model, parameters, problem.batch_dim, tokens=tokens, shards=shards)
         self._scale = HalfPrecisionScale(torch.float16 in dtypes_in_use(problem.model.parameters(), problem.device))
         # Exact columns have no random signs: in the square of their sum over positions, cross terms would not vanish.
-        self._positions_apart = isinstance(estimator, Exact)
+        self._needs_pass_per_position = isinstance(estimator, Exact)
         self._remaining_per_batch = estimator.centred and granularity == "auto"
         """Whether the gradient of the batch is squared for parameters without per-sample gradients; else each sample
         has a backward pass of its own for them."""
         self._carried = CarriedState(problem.model)
         self.captured: PerSampleBackward | None = None
-        """The backward pass through the last forward pass."""
-        self._warned: set[int] = set()
+        """The last forward pass, captured, ready to be differentiated; None once it is released."""
+        self._warned: set[int] = set()  # parameters that a warning about slow passes has named
 
     @property
     @override
@@ -233,12 +233,12 @@ class PerSample(Method):
         each batch.  A model that fails with hooks, and not without, is left to autograd.
         """
         engine, carried, estimator = self.engine, self._carried, self.settings.estimator
-        restore, reference = carried.noted() if carried.found else None, None
+        restore, reference = carried.snapshot() if carried.found else None, None
         engine.release()
         verify = engine.must_verify(verify)
         while True:
             if verify and reference is None:
-                restore = restore or carried.noted()
+                restore = restore or carried.snapshot()
                 reference = engine.reference(self.problem.evaluate(batch, estimator).logits)
                 restore()
             try:
@@ -261,13 +261,13 @@ class PerSample(Method):
         return outputs
 
     def _add(self, outputs: Outputs, drawn: Iterator[Cotangent], sums: GradientSums) -> None:
-        """Several cotangents in one pass where they are small and the model allows it."""
+        """Send several cotangents back in one vectorised pass where they are small and the model allows it."""
         logits, backward = outputs.logits, self.captured
         assert backward is not None
         if not len(logits):
             return  # an empty batch, of which nothing can be learnt
-        apart = self._sends_positions_apart(backward)
-        single = (apart and logits.ndim > 2) or bool(backward.uses.remaining) or self._scale.is_needed(logits)
+        per_position = self._pass_per_position(backward)
+        single = (per_position and logits.ndim > 2) or bool(backward.uses.remaining) or self._scale.is_needed(logits)
         while group := list(islice(drawn, 1)):
             at_once = 1 if single else backward.how_many_at_once(logits, group[0].to_come)
             if at_once > 1 and self.engine.vectorizes(backward, logits):
@@ -276,7 +276,7 @@ class PerSample(Method):
                 backward.to_uses(logits, [one.values for one in group], [sums] * len(group), made_by)
                 self.passes += len(group)
             else:
-                self._add_one(outputs, group[0], sums, backward, apart)
+                self._add_one(outputs, group[0], sums, backward, per_position)
 
     @override
     def release(self) -> None:
@@ -307,18 +307,23 @@ class PerSample(Method):
         self._scale.exponent = state["exponent"]
 
     def _add_one(
-        self, outputs: Outputs, cotangent: Cotangent, sums: GradientSums, backward: PerSampleBackward, apart: bool
+        self,
+        outputs: Outputs,
+        cotangent: Cotangent,
+        sums: GradientSums,
+        backward: PerSampleBackward,
+        per_position: bool,
     ) -> None:
-        """Send one cotangent back: in one pass, or in one for each position if `apart`.
+        """Send one cotangent back: in one pass, or in one pass for each position.
 
         Parameters without per-sample gradients get the square of the batch's gradient from the same pass, or one pass
         for each sample.
         """
         logits, remaining = outputs.logits, backward.uses.remaining
         one_by_one = [] if self._remaining_per_batch else remaining
-        pieces = by_position(cotangent.values, outputs.valid) if apart else iter([cotangent.values])
+        pieces = by_position(cotangent.values, outputs.valid) if per_position else iter([cotangent.values])
         for piece in pieces:
-            keep = cotangent.to_come > 1 or apart or bool(one_by_one)
+            keep = cotangent.to_come > 1 or per_position or bool(one_by_one)
             scale = self.scale_of(logits, [piece], backward)
             made_by, values = self._pass(cotangent, scale), piece if scale == 1.0 else piece * scale
             sent = values.clone() if one_by_one else values  # a backward that works in place would change it
@@ -331,23 +336,24 @@ class PerSample(Method):
             sums.end_pass()
             self.passes += 1
 
-    def _sends_positions_apart(self, backward: PerSampleBackward) -> bool:
+    def _pass_per_position(self, backward: PerSampleBackward) -> bool:
         """Whether each position needs a pass of its own: not if all parameters are squared per token anyway."""
-        return self._positions_apart and not backward.all_by_token
+        return self._needs_pass_per_position and not backward.all_by_token
 
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
+        """Describe the backward pass of a cotangent, multiplied by `scale`, to the accumulator."""
         more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
         return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights, cotangent.apart)
 
-    def scale_of(self, logits: Tensor, several: Iterable[Tensor], backward: PerSampleBackward) -> float:
-        """Return how many times larger several cotangents may all be where float16 is involved; else 1."""
+    def scale_of(self, logits: Tensor, drawn: Iterable[Tensor], backward: PerSampleBackward) -> float:
+        """Return a scale by which no gradient of these cotangents overflows in float16; 1 without float16."""
         if not self._scale.is_needed(logits):
             return 1.0
 
         def attempt(scaled: Tensor, checked: bool) -> bool | None:
             return True if not checked or backward.is_finite(logits, scaled) else None
 
-        return min(self._scale.fit(logits, one, attempt)[1] for one in several)
+        return min(self._scale.fit(logits, one, attempt)[1] for one in drawn)
 
     def _warn_if_slow(self) -> None:
         remaining = self.engine.findings.remaining

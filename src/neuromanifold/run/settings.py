@@ -18,11 +18,11 @@ from neuromanifold.results.sharded import remove_parts
 CudaGraphs = bool | Literal["auto"]
 Granularity = Literal["auto", "batch", "sample"]
 OnInterrupt = Literal["raise", "return"]
-"""What Ctrl-C does to a run: KeyboardInterrupt goes on, or the result of the batches done is given."""
+"""What Ctrl-C does to a run: raise KeyboardInterrupt, or return the result of the batches that are done."""
 Distributed = Literal["auto", "own data", False]
 """Whether the processes of a process group share a run, and whether each of them has data of its own."""
 LARGE = 2**28
-"""Entries above which only rows have error bars: those of entries would take a gigabyte or more beside the sums."""
+"""With more entries than this, "auto" gives error bars to rows alone: those of entries would take over a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Settings:
 
     @classmethod
     def of(cls, estimator: Estimator, granularity: str, seed: int) -> Settings:
-        """Check the arguments; probes that are squared by whole batches are independent."""
+        """Check the arguments; for "batch", use the estimator's variant for whole batches, with independent probes."""
         seed = random_seed(seed)
         level = choose_granularity(estimator, granularity)
         return cls(estimator.for_batches() if level == "batch" else estimator, level, seed)
 
 
 def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
-    """Refuse what would not be a Fisher information, and `nm.SquaredBatchGradient` by anything but batches."""
+    """Return the granularity: "batch" for `nm.SquaredBatchGradient`; refuse one that would not estimate F."""
     if not isinstance(estimator, Estimator):
         advice = "Make one, such as nm.Hutchinson()."
         raise TypeError(message("estimator", "an estimator", repr(estimator), advice))
@@ -60,7 +60,7 @@ def choose_granularity(estimator: Estimator, granularity: str) -> Granularity:
 
 
 def choose_error_bars(value: object, entries: int, rtol: float | None) -> ErrorBars:
-    """Return which error bars so many entries get; "auto" depends on nothing else, so that shards of a run agree."""
+    """Check `error_bars`, and resolve "auto" by the number of entries alone, so that shards of a run agree."""
     if not isinstance(value, bool) and not (isinstance(value, str) and value in ("rows", "auto")):
         raise ValueError(message("error_bars", "True, False, 'rows' or 'auto'", repr(value)))
     if value == "auto":
@@ -74,15 +74,15 @@ def choose_error_bars(value: object, entries: int, rtol: float | None) -> ErrorB
 class RunProgress(NamedTuple):
     """How far a run has come."""
 
-    batches: int  # done, before a checkpoint was taken up as well
+    batches: int  # done so far, those in a resumed checkpoint included
     samples: int
-    place: int  # in the data, of the next batch: those of other shards count
+    place: int  # in the data, of the next batch: batches of other shards count, too
     relative_error: float | None  # Σ stderr / Σ F so far; None: nothing is random
-    tokens: int = 0  # of sequences; 0: the samples are none
+    tokens: int = 0  # that count; 0 if the samples are not sequences
 
 
 Observer = Callable[[RunProgress], None]
-"""Called now and then in a run."""
+"""Called with the progress of a run at most every half second."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Checkpoint:
             raise ValueError(message("every", "a number of seconds >= 0, or None", repr(self.every)))
 
     def files(self) -> dict[int, Path]:
-        """The files that are there, by rank."""
-        path = Path(self.path).resolve()  # of a link, what it leads to
+        """The files that exist, by the rank of the process that wrote them."""
+        path = Path(self.path).resolve()  # follows links
         named = re.compile(re.escape(f"{path.name}.rank") + "([1-9][0-9]*)")
         found = {0: path if path.exists() else index_of(path)}
         found = {rank: path for rank, path in found.items() if path.exists()}
@@ -130,7 +130,7 @@ class Checkpoint:
         return dict(sorted(found.items()))
 
     def file(self, rank: int) -> Path:
-        """The file of a process."""
+        """The file that the process of this rank writes."""
         path = Path(self.path).resolve()
         return path.with_name(f"{path.name}.rank{rank}") if rank else path
 
@@ -146,11 +146,11 @@ class LoopOptions:
     """How the loop is run, apart from what it computes."""
 
     progress: bool | Observer = False
-    shard: tuple[int, int] = (0, 1)  # of every so many batches, the one with this number
+    shard: tuple[int, int] = (0, 1)  # (i, n): batches i, i + n, i + 2n, ... of the data
     checkpoint: Checkpoint | None = None
     on_interrupt: OnInterrupt = "raise"
     cuda_graphs: CudaGraphs = False
-    description: str = "Fisher information"
+    description: str = "Fisher information"  # shown beside the progress bar
     distributed: Distributed = False
 
     @classmethod
@@ -163,7 +163,7 @@ class LoopOptions:
         distributed: Distributed,
         cuda_graphs: CudaGraphs = False,
     ) -> LoopOptions:
-        """Check the arguments."""
+        """Check the arguments, and bring `shard` and `checkpoint` into the form that the loop takes."""
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(message("progress", "True, False, or a function of a RunProgress", repr(progress)))
         if cuda_graphs not in (True, False, "auto"):
@@ -176,7 +176,7 @@ class LoopOptions:
 
 
 def _shard(shard: tuple[int, int] | None) -> tuple[int, int]:
-    """Check (i, n), 0 <= i < n."""
+    """Return (i, n) with 0 <= i < n; (0, 1), all of the data, for None."""
     if shard is None:
         return 0, 1
     if not isinstance(shard, (tuple, list)) or len(shard) != 2:

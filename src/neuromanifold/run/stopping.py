@@ -52,13 +52,13 @@ class Stopping:
         self._round, self._all_ended = 0, False
 
     def after(self, window: Window) -> None:
-        """Look whether the run should end after this window."""
+        """Set `reason` if the run should end after this window."""
         self._processes.check()
         self._round = self._dealing.turn(window.place)[0] + 1
         self._ask(ended=False)
 
     def after_the_data(self) -> None:
-        """Take part in what the others ask about, until all are at the end of their data."""
+        """Take part in decisions on `rtol` until the data of all processes have ended: each round needs all of them."""
         while self._accuracy.rtol is not None and not (self.reason or self._all_ended):
             self._round += 1
             self._ask(ended=True)
@@ -90,7 +90,7 @@ class Stopping:
 
 
 def is_due(batches: int) -> bool:
-    """Whether accuracy is looked at after so many batches of a process, since it costs: 1, ..., 16, 18, 20, ..."""
+    """Whether accuracy, which costs time, is evaluated after so many batches of a process: 1, ..., 16, 18, 20, ..."""
     return batches % max(1, batches // 8) == 0
 
 
@@ -105,20 +105,20 @@ class Interrupts:
         self.wanted = wanted
         """Whether Ctrl-C waits for the end of the batch."""
         self.in_batch = False
-        """Whether a batch has begun and not ended, so that sums may hold a part of it; so it stays after an error."""
+        """Whether a batch has begun and not ended, so that sums may hold a part of it; stays True after an error."""
         self.asked = False
         """Whether Ctrl-C has come and waits."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Ctrl-C is only noted in `asked` while inside, for a run whose other processes have to hear of it."""
+        """Inside, Ctrl-C only sets `asked`: the processes of the run then decide together.  A second one raises."""
         self.in_batch = True
         with self.watched():
             yield
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ctrl-C is handled while inside."""
+        """Replace Python's handler of Ctrl-C while inside, if that is wanted and possible."""
         main = threading.current_thread() is threading.main_thread()
         if not (self.wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
             yield

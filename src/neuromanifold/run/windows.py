@@ -44,7 +44,7 @@ from neuromanifold.estimators.allocation import (
 )
 from neuromanifold.estimators.base import random_signs
 from neuromanifold.persample.accumulate import GradientSums
-from neuromanifold.problem.batches import Batch, SomeSamples, Taken, gather, same_kind
+from neuromanifold.problem.batches import Batch, SomeSamples, Taken, gather, kind_of
 from neuromanifold.problem.cotangents import weighted, with_eigenvectors
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.suspicions import samples_influence_each_other
@@ -179,7 +179,7 @@ class AdaptiveSteps:
     def _noisy(self, scored: _Scored, rows: Tensor, scores: Scores, logits: Tensor) -> _Noisy:
         """Take noisy samples out of their batch."""
         dim = self._problem.batch_dim
-        kind = same_kind(scored.batch, scored.samples, dim), scored.rank
+        kind = kind_of(scored.batch, scored.samples, dim), scored.rank
         return _Noisy(SomeSamples(scored.batch, scored.samples, rows).taken(dim), kind, scores, logits)
 
     def _further_passes(self, noisy: list[_Noisy], budget: float, size: int) -> None:
@@ -215,7 +215,7 @@ class AdaptiveSteps:
         self._method.seed(batches[0].number)
         scores = self._scores(window)
         allocation = allocate(scores, self._budget(window))
-        kinds = [same_kind(one.batch, one.samples, self._problem.batch_dim) for one in window]
+        kinds = [kind_of(one.batch, one.samples, self._problem.batch_dim) for one in window]
         if len(set(kinds)) == 1:
             size, generator = max(one.samples for one in window), self._method.generator
             allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, generator))

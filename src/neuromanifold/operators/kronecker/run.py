@@ -204,11 +204,11 @@ def _eigenvalues(
         bias = names.index(block.names[1]) if len(block.names) > 1 else None
         shape = FactorShape(i, bias, *block.eigenvalues.shape, block.turned, _KINDS.index(block.kind))  # type: ignore[call-arg]
         bases[i] = Basis(shape, left, right)
-    random, alike = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
-    sums = EigenvalueSums(problem.parameters, bases, max_block, random and error_bars, alike)
+    random, similar = settings.estimator.noise_factor > 0, not isinstance(settings.estimator, Adaptive)
+    sums = EigenvalueSums(problem.parameters, bases, max_block, random and error_bars, similar)
     independent = replace(settings, seed=batch_seed(settings.seed, _SECOND) & (2**63 - 1))
     counts = run(problem, independent, sums, replace(options, description="Corrected eigenvalues"), method=method)
-    squares, errors = sums.diagonal.squares, sums.diagonal.standard_errors(last=True)
+    squares, errors = sums.diagonal.squares, sums.diagonal.standard_errors(in_place=True)
     if random and not error_bars:
         errors = [value.new_full((1, 1, 1), torch.nan) for value in errors]
     corrected = [

@@ -26,14 +26,14 @@ from neuromanifold.persample.gradients import Form
 
 
 class Pass(NamedTuple):
-    """What an accumulator has to know of a backward pass: the scale of its gradients, the noise of their squares."""
+    """What an accumulator has to know of the backward pass that gradients were made by (`made_by` in its methods)."""
 
-    scale: float = 1.0  # gradients are so many times too large
-    noise_factors: NoiseFactors = NoiseFactors()
+    scale: float = 1.0  # the factor by which gradients are too large, in float16
+    noise_factors: NoiseFactors = NoiseFactors()  # of the squares
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
-    weights: Tensor | None = None  # [n] how many samples each stands for, where others have no pass
-    apart: Apart | None = None  # samples with another noise factor
+    weights: Tensor | None = None  # [n] how many samples each one stands for, if others were left out
+    apart: Apart | None = None  # samples of the pass whose squares have another noise factor
 
     @property
     def of_one_sample(self) -> Pass:
@@ -84,7 +84,7 @@ class GradientSums(ABC):
     """What fourth powers are kept of, for error bars: each entry, or the norm of each row of a weight."""
 
     def begin_batch(self, index: int, samples: int) -> None:  # noqa: B027 (nothing to do for most)
-        """Decide what is kept of a batch: so many batches of the shard come before it, and it has so many samples."""
+        """Begin a batch with so many samples; `index`: how many batches of the shard come before it."""
 
     @abstractmethod
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:

@@ -2,6 +2,7 @@
 
 gradients of one parameter          Dense, small ─► SmallSums               squared with others at the end of the pass
                                     Product, several passes ─► _products    l² summed over passes, times r² once a batch
+                                                                            (l: gradient of the output, r: input)
                                     all others ─► squares and FourthPowers  at once
 fourth powers                       of which batches: Thinning              in which units: Units
 """
@@ -34,22 +35,24 @@ class DiagonalSums(SharedSums):
 
     takes_tokens: ClassVar[bool] = True
 
-    def __init__(self, parameters: Sequence[Tensor], fourth_powers: bool | Literal["rows"], alike: bool = True) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], fourth_powers: bool | Literal["rows"], similar_batches: bool = True
+    ) -> None:
         """`fourth_powers`: of each entry, of the norms of a weight's rows, or none.
 
-        `alike`: batches have about the same variance, so that the fourth powers of some of them are enough.
+        `similar_batches`: all have about the same variance, so that the fourth powers of some of them are enough.
         """
-        self._parameters, self.fourth_powers, self._alike = parameters, fourth_powers, alike
+        self._parameters, self.fourth_powers, self._similar_batches = parameters, fourth_powers, similar_batches
         self._squares: list[Tensor | None] = [None] * len(parameters)  # Σ g², allocated when first needed, as .grad is
         self._noiseless: list[Tensor | None] = [None] * len(parameters)  # where c = 0
         self._fourths = [FourthPowers(p, by_row=fourth_powers == "rows" and p.ndim > 1) for p in parameters]
-        self._small = SmallSums(apart=bool(fourth_powers))
+        self._small = SmallSums(separate_noiseless=bool(fourth_powers))
         self._products: dict[int, SquaredProduct] = {}  # sums over the passes of a batch
-        self._units, self._thinning = Units(self._fourths), Thinning(len(parameters), alike)
+        self._units, self._thinning = Units(self._fourths), Thinning(len(parameters), similar_batches)
 
     @override
     def empty(self) -> DiagonalSums:
-        return DiagonalSums(self._parameters, self.fourth_powers, self._alike)
+        return DiagonalSums(self._parameters, self.fourth_powers, self._similar_batches)
 
     # ------------------------------------------------------------------------------------------------ gradients
 
@@ -59,7 +62,7 @@ class DiagonalSums(SharedSums):
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:
-        """Add (g/scale)² and its square; None is a parameter that the outputs do not depend on."""
+        """Add (g/scale)² and (g/scale)⁴; None is a parameter that the outputs do not depend on."""
         used = {i: g for i, g in enumerate(gradients) if g is not None and g.numel()}
         if not used:
             return
@@ -69,7 +72,7 @@ class DiagonalSums(SharedSums):
         add_whole(values, [self._sums_for(i, scale, c, takes) for i in used])
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Add Σ_n (g_n/scale)² and the squares of its terms; small parameters, and several passes, are added later."""
+        """Add Σ_n (g_n/scale)² and Σ_n (g_n/scale)⁴; small parameters, and several passes, are added later."""
         parameter, c = self._parameters[i], made_by.noise_factors.sample
         apart = made_by.apart if self.fourth_powers else None
         if not form.samples or not parameter.numel():
@@ -99,7 +102,7 @@ class DiagonalSums(SharedSums):
         self._add_form(i, product, 1.0, float(product.random))
 
     def _add_form(self, i: int, form: Form, scale: float, c: float) -> None:
-        """Square the gradients of all samples, and take their fourth powers if it is their turn."""
+        """Square the gradients of all samples; take fourth powers if these are cheap, or if `Thinning` says so."""
         fourths, takes = self._fourths[i], False
         if self.fourth_powers and c > 0:
             takes = not form.fourths_are_costly or self._thinning.takes(i, first=not fourths.seen)
@@ -257,14 +260,17 @@ class DiagonalSums(SharedSums):
         zeros = (zero_sums(p.new_empty(())).expand(p.shape) for p in self._parameters)
         return [zero if part is None else part for part, zero in zip(found, zeros, strict=True)]
 
-    def standard_errors(self, *, last: bool = False) -> list[Tensor]:
+    def standard_errors(self, *, in_place: bool = False) -> list[Tensor]:
         """Return √(Σ c g⁴), the standard error of each Σ g² (or of each row's); a single zero, expanded, if c = 0.
 
-        `last`: these sums are not used any more, so their memory may be overwritten.
+        `in_place`: overwrite the sums of fourth powers, which cannot be used afterwards.
         """
         small, found = self._small.fourths(), []
         for i, (parameter, fourths) in enumerate(zip(self._parameters, self._fourths, strict=True)):
-            error, zero = fourths.standard_error(self._squares[i], last=last), zero_sums(parameter.new_empty(()))
+            error, zero = (
+                fourths.standard_error(self._squares[i], in_place=in_place),
+                zero_sums(parameter.new_empty(())),
+            )
             if i in small:
                 root = small[i].sqrt().to(zero.dtype)
                 error = root if error is None else root.hypot(error)
@@ -278,6 +284,6 @@ class DiagonalSums(SharedSums):
 
 
 def _added(*parts: Tensor | None) -> Tensor | None:
-    """The sum of those that there are."""
+    """The sum of the tensors that are not None; None if there are none."""
     found = [part for part in parts if part is not None]
     return sum(found[1:], found[0]) if found else None

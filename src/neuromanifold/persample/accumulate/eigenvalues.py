@@ -84,17 +84,17 @@ class EigenvalueSums(KroneckerSums):
         bases: Mapping[int, Basis],
         max_block: int,
         fourth_powers: bool,
-        alike: bool = True,
+        similar_batches: bool = True,
     ) -> None:
         """`bases`: by the number of the weight; other arguments as for `DiagonalSums`."""
-        self._bases, self._arguments = bases, (parameters, bases, max_block, fourth_powers, alike)
+        self._bases, self._arguments = bases, (parameters, bases, max_block, fourth_powers, similar_batches)
         shapes = {i: basis.shape for i, basis in bases.items()}
         pairs = {i: shape.bias for i, shape in shapes.items() if shape.bias is not None}
         like = [
             p.new_empty(()).expand(shapes[i].shape if i in shapes else p.shape)
             for i, p in enumerate(parameters.values())
         ]
-        super().__init__(parameters, pairs, shapes, max_block, DiagonalSums(like, fourth_powers, alike))
+        super().__init__(parameters, pairs, shapes, max_block, DiagonalSums(like, fourth_powers, similar_batches))
         self._rotated: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         """Inputs of a batch, before and after, by their place in memory and their basis: layers may share both."""
 

@@ -10,6 +10,7 @@ by Cauchy's inequality.  So Var R <= c E[R²]: the row's sum has the standard er
 FourthPowers    those of one parameter: the sum and its unit
 Units           keep them in float32's range
 Thinning        decides of which batches they are taken
+Tally           of how many samples they are taken
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ _LARGEST = {torch.float32: 40, torch.float64: 200}  # exponents of units, whose 
 _GROWN = 16  # a unit stays unless gradients are so many times as large: then fourth powers could overflow
 _EARLY = 8  # batches in which gradients may become much larger than before
 _SINGLE = math.sqrt(2 / 3)  # √(Var(g²)/E[g⁴]) of a probe
-_ALL_OF, _ONE_IN = 128, 4  # samples whose fourth powers are all taken; then those of one batch in so many
-_EVEN = 0.5  # of the samples must contribute to F, or all fourth powers are taken
-UNLIKE, _MANY = 4.0, 0.2  # where n v/F̂² is larger for so many entries of a parameter, all of its are taken
+_ALL_OF, _ONE_IN = 128, 4  # fourth powers of the first 128 samples are all taken, then those of one batch in four
+_EVEN = 0.5  # if a smaller share of the samples contributes to F, all fourth powers are taken
+# An entry to which few samples contribute ("rare") has n v/F̂² > UNLIKE. Where a larger share of a parameter's entries
+# than _MANY is rare, all of its fourth powers are taken.
+UNLIKE, _MANY = 4.0, 0.2
 
 
 class Tally(NamedTuple):
@@ -65,9 +68,8 @@ class FourthPowers:
         """`by_row`: one number for each row of the parameter, Σ c R²."""
         self._parameter, self.by_row = parameter, by_row
         self.sums: Tensor | None = None  # allocated when first needed, as .grad is
-        self.unit = (
-            0.0  # a power of two near the root mean square of the first gradients; 0: not known yet, in place of 1
-        )
+        # a power of two near the root mean square of the first gradients; 0: not known yet, sums are in units of 1
+        self.unit = 0.0
         self.seen = self.taken = 0  # samples with random gradients; those of them whose fourth powers have been taken
 
     @property
@@ -121,20 +123,20 @@ class FourthPowers:
         scaled = self.of_rows(squares) / self.unit**2
         return (samples * self.sums > limit * scaled.square()).sum() / (self.sums > 0).sum().clamp(min=1)
 
-    def standard_error(self, squares: Tensor | None, *, last: bool = False) -> Tensor | None:
+    def standard_error(self, squares: Tensor | None, *, in_place: bool = False) -> Tensor | None:
         """Return √(Σ c g⁴), the standard error of each Σ g² (or of each row's); None if nothing is random.
 
         An entry may have no fourth power at all, because only batches contribute to it whose fourth powers were not
         taken.  Then it gets the standard error √(2/3) Σ g² that it would have if Σ g² were a single square.  So do all
         entries of a parameter of which no fourth power was taken.
 
-        `squares`: Σ g² of the random gradients.  `last`: the sums may be overwritten.
+        `squares`: Σ g² of the random gradients.  `in_place`: overwrite the sums.
         """
         squares = None if squares is None else self.of_rows(squares)
         if self.sums is None:
             return squares * _SINGLE if self.seen and squares is not None else None
         stands_for = self.seen / self.taken if self.taken else 1.0
-        root = self.sums.sqrt_() if last else self.sums.sqrt()
+        root = self.sums.sqrt_() if in_place else self.sums.sqrt()
         root.mul_(math.sqrt(stands_for) * (self.unit or 1.0) ** 2)
         if stands_for > 1 and squares is not None and bool(root.any()):
             root.add_((root == 0) * squares, alpha=_SINGLE)
@@ -151,7 +153,7 @@ class FourthPowers:
 
 
 class Units:
-    """Keeps the units of all parameters' fourth powers near the size of their gradients.
+    """Keeps the unit of each parameter's fourth powers near the size of its gradients.
 
     Gradients are measured in the first batches, in which they may grow much, and in number 16, 32, ...  Reading a value
     back waits for a GPU: there all of them are read together, after the batch.
@@ -216,12 +218,12 @@ class Thinning:
     but where few samples contribute, each process takes all of its own from then on.
     """
 
-    def __init__(self, parameters: int, alike: bool) -> None:
-        """`alike`: batches have about the same variance, so that the fourth powers of some of them are enough."""
-        self._alike = alike
-        self._takes = True  # those of this batch
-        self._begins_late = False  # the first fourth powers of the run are in another process or shard
-        self._samples = self._of_batch = 0  # of the batches before; of this one
+    def __init__(self, parameters: int, similar_batches: bool) -> None:
+        """`parameters`: how many.  `similar_batches`: all have about the same variance, so that some are enough."""
+        self._similar_batches = similar_batches
+        self._takes = True  # whether fourth powers of this batch are taken
+        self._begins_late = False  # the first fourth powers of the run are taken in another process or shard
+        self._samples = self._of_batch = 0  # in the batches before; in this one
         self._traces = [0.0, 0.0, 0.0]  # Σ t, Σ t² and number of some samples, t = tr M
         self._rare = [False] * parameters  # parameters with many entries to which few samples contribute
 
@@ -229,7 +231,7 @@ class Thinning:
         """Decide for a batch before which `index` batches come."""
         group, place = divmod(index, _ONE_IN)
         first = index * samples < _ALL_OF
-        self._takes = not self._alike or self._is_uneven or first or place == _chosen(group)
+        self._takes = not self._similar_batches or self._is_uneven or first or place == _chosen(group)
         self._begins_late = index > 0 and not self._samples
         self._of_batch = samples
 
@@ -240,7 +242,7 @@ class Thinning:
     def end_batch(self) -> int:
         """Count the batch; return the number of samples once so many have come that `note_rare` can say something."""
         before, self._samples = self._samples, self._samples + self._of_batch
-        return self._samples if self._alike and before < _ALL_OF <= self._samples else 0
+        return self._samples if self._similar_batches and before < _ALL_OF <= self._samples else 0
 
     def note_rare(self, shares: list[float]) -> None:
         """Take, for each parameter, the share of entries to which few samples contribute."""

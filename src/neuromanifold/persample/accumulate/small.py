@@ -16,8 +16,7 @@ from torch import Tensor
 from neuromanifold.estimators import Apart
 from neuromanifold.persample.accumulate.base import Reducer, zero_sums
 
-# A parameter with more numbers for all samples together is not small; so many lines are kept before they are merged.
-LIMIT, _LINES = 2**20, 8
+LIMIT, _LINES = 2**20, 8  # numbers that a small parameter's gradients of all samples have, at most; lines, likewise
 _KINDS = ("squares", "fourths", "noiseless")  # of sums
 _PART = 2**18  # numbers that are raised to the fourth power at a time
 
@@ -39,7 +38,7 @@ class _Entry(NamedTuple):
 
 @dataclass
 class _Line:
-    """Sums of some parameters, one after the other."""
+    """Sums of some parameters, concatenated into vectors."""
 
     squares: Tensor
     fourths: Tensor | None = None  # float64, which needs no units
@@ -47,15 +46,15 @@ class _Line:
 
 
 Columns = tuple[tuple[int, torch.Size], ...]
-"""Which parameters lie one after the other in a line, and their shapes."""
+"""The parameters of a line in their order, by number, with their shapes."""
 
 
 class SmallSums:
     """Σ g² and Σ c g⁴ of small parameters."""
 
-    def __init__(self, apart: bool = False) -> None:
-        """`apart`: squares in which nothing is random have sums of their own, too."""
-        self._apart = apart
+    def __init__(self, separate_noiseless: bool = False) -> None:
+        """`separate_noiseless`: squares in which nothing is random are also summed on their own."""
+        self._separate_noiseless = separate_noiseless
         self._waiting: dict[int, _Entry] = {}
         self._lines: dict[Columns, _Line] = {}
         self.moves = 0
@@ -107,7 +106,7 @@ class SmallSums:
         line = self._lines[columns]
         if random and line.fourths is None:
             line.fourths = torch.zeros_like(line.squares, dtype=torch.float64)
-        if self._apart and not random and line.noiseless is None:
+        if self._separate_noiseless and not random and line.noiseless is None:
             line.noiseless = torch.zeros_like(line.squares)
         return line
 

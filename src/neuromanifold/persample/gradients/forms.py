@@ -19,8 +19,8 @@ from neuromanifold.kernels.values import BOUND, PowerSums
 # How many numbers of single samples' gradients are held at a time: of several samples, what stays in a CPU's nearer
 # cache; of one sample, what stays in the large one; on a GPU, what keeps it busy.
 CPU_TILE, CPU_ROWS, GPU_TILE = 2**20, 2**22, 2**25
-_ORDINARY = 4  # exponents of sizes whose fourth powers lose little of float32's range
-_BOUND = 2.0**50  # of l² in the unit: l⁴ is in float32's range, and so is its product with r⁴
+_ORDINARY = 4  # inputs of a size from 2⁻⁴ to 2⁴ need no unit: their fourth powers lose little of float32's range
+_LEFT_BOUND = 2.0**50  # largest l² in the unit: l⁴ is in float32's range, and so is its product with r⁴
 
 
 class Form(ABC):
@@ -319,7 +319,7 @@ def add_squares_of_rank_one(left: Tensor, right: Tensor, to: PowerSums, numbers:
     Fourth powers of small inputs r would underflow, and those of l in the gradients' unit overflow: r is taken in a
     unit of its own size, and l in the rest of that of the gradients.
     """
-    (outs, ins), dtype = to.squares.shape, left.dtype if _stays(left, right) else to.squares.dtype
+    (outs, ins), dtype = to.squares.shape, left.dtype if _keeps_bfloat16(left, right) else to.squares.dtype
     factor: float | Tensor = to.factor
     if to.fourths is not None and (unit := _unit_of(right)) is not None:
         factor, right = factor * unit, right / unit
@@ -343,7 +343,7 @@ def add_product_of_squares(left2: Tensor, left4: Tensor | None, right2: Tensor, 
             parts = len(powers) // len(to.row_fourths)  # (Σ_k a_k)² <= K Σ_k a_k²
             to.row_fourths.add_(powers.view(len(to.row_fourths), parts).sum(1), alpha=parts * to.weight)
     if to.fourths is not None:
-        left4 = left2.clamp(max=_BOUND).square() if left4 is None else left4
+        left4 = left2.clamp(max=_LEFT_BOUND).square() if left4 is None else left4
         _add_product(left4, right2.square(), to.fourths, to.weight)
 
 
@@ -357,7 +357,7 @@ def _unit_of(values: Tensor) -> float | Tensor | None:
     return torch.where((nearest > 0) & nearest.isfinite(), nearest, 1.0)
 
 
-def _stays(left: Tensor, right: Tensor) -> bool:
+def _keeps_bfloat16(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cuda"
 
 

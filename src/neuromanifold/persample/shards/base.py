@@ -40,7 +40,7 @@ class Shards(ABC):
     """Whether all processes have the same batches, and count them once."""
 
     partial: frozenset[int] = frozenset()
-    """Parameters of whose gradients each process computes a term: they are added up, and left to autograd."""
+    """Replicated parameters of whose gradient each process computes one term of a sum: they are left to autograd."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], processes: Any) -> None:
         self.processes = processes
@@ -53,12 +53,12 @@ class Shards(ABC):
         """Some numbers of each whole parameter, for fingerprints."""
 
     def of_replicas(self, of_all: list[Any]) -> list[Any]:
-        """Return those values of all processes that are of batches of their own: of one replica, one."""
+        """Return one value for each replica of the model: of every process, or of rank 0 if they are one replica."""
         return of_all[:1] if self.one_replica else of_all
 
     @property
     def fingerprint(self) -> str:
-        """Of all parameters: that of the same model on one process."""
+        """The fingerprint of all parameters, the same as of the whole model on one process."""
         return fingerprint(*self.thinned.items())
 
     def part(self, i: int) -> Tensor:
@@ -93,7 +93,7 @@ class Shards(ABC):
 
     @abstractmethod
     def squared(self, i: int) -> Tensor:
-        """Return a tensor like the squares of a parameter's gradients that this process computes."""
+        """Return a tensor with the shape and device of the squares of a parameter's gradients on this process."""
 
     @abstractmethod
     def sums(self, take: Take) -> AddsParts:

@@ -104,7 +104,7 @@ class TensorParallel(Shards):
 
     @override
     def compare(self, gradients: dict[int, Tensor]) -> None:
-        """A parameter that each process uses on its own heads or positions has a part of its gradient on each."""
+        """Refuse replicated parameters whose gradients differ: each process uses them on its own heads or positions."""
         mine = [i for i in gradients if not is_distributed(self.held[i])]
         wrong = set[int]()
         for i in sorted(union_of_processes(self, "replicated", set(mine))):
@@ -115,11 +115,15 @@ class TensorParallel(Shards):
             names = ", ".join(repr(self.names[i]) for i in sorted(failed)[:3])
             advice = "Each process uses it on a part of the heads or positions: make it a DTensor (SequenceParallel), "
             advice += "or leave it out with `parameters`."
-            raise ValueError(message("parameters", "with one gradient on all processes", f"others for {names}", advice))
+            raise ValueError(
+                message(
+                    "parameters", "ones with the same gradient on all processes", f"different ones for {names}", advice
+                )
+            )
 
     @override
     def agree_on(self, logits: Tensor) -> None:
-        """Logits that differ by rounding would give other labels, signs and eigenvectors: see `agreed`."""
+        """Refuse different logits; where they differ by rounding, `agreed` gives all processes rank 0's cotangents."""
         sums = [logits.detach().view(_INTEGERS[logits.dtype.itemsize]).sum(d, dtype=torch.int64) for d in (0, -1)]
         of_all = self.processes.gather("logits", [list(logits.shape), str(logits.dtype), fingerprint(("", sums))])
         self._differ = any(one != of_all[0] for one in of_all)

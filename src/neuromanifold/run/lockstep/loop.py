@@ -75,7 +75,7 @@ def run_sharded(
     size, interrupts, stopped = dealing.window, Interrupts(wanted=True), ""
     rounds = saved.done.bit_count() // (size * dealing.at_once)
     if rounds and accuracy.rtol is not None and is_due(rounds * size):
-        stopped = _looked(shards, counts, sums, accuracy)
+        stopped = _reason_to_stop(shards, counts, sums, accuracy)
     with method.attached(), interrupts.noted(), processes.losses_named():
         while not stopped:
             window = mine.following()
@@ -100,7 +100,7 @@ def run_sharded(
             rounds += 1
             counts.note(method)
             if accuracy.rtol is not None and is_due(rounds * size):
-                stopped = _looked(shards, counts, sums, accuracy)
+                stopped = _reason_to_stop(shards, counts, sums, accuracy)
         if stopped:
             saved.write(*mine.chain.end)
         else:
@@ -128,8 +128,8 @@ def _interrupted(asked: Sequence[bool], processes: Processes, counts: Counts, op
     raise ProcessError(text + "a checkpoint, the same call resumes it.")
 
 
-def _looked(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:
-    """Return why it is enough, or nothing: all processes find the same."""
+def _reason_to_stop(shards: Shards, counts: Counts, sums: ShardedSums | TraceSums, accuracy: Accuracy) -> str:
+    """Return why the run ends if `rtol` is reached, else nothing; all processes find the same."""
     processes = shards.processes.all
     total = Counts.total(shards.of_replicas(processes.gather("counts so far", counts.shared())))
     whole = processes.sum_of(sums) if isinstance(sums, TraceSums) else sums

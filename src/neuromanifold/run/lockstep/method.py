@@ -46,20 +46,20 @@ class _Nothing:
         self._sums = sums
 
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
-        """Drop them."""
+        """Drop the gradients, and only come to the parameter's layer, as the other processes do."""
         del made_by
         if self._sums is not None and form.samples:
             self._sums.pass_over(i)
 
     def add(self, gradients: list[Tensor | None], made_by: Pass) -> None:
-        """Drop them."""
+        """Drop the gradients, and only come to the layers of those that there are."""
         del made_by
         for i, g in enumerate(gradients):
             if self._sums is not None and g is not None:
                 self._sums.pass_over(i)
 
     def end_pass(self) -> None:
-        """End the pass."""
+        """End the pass, in which the last layer is added up over processes."""
         if self._sums is not None:
             self._sums.end_pass()
 
@@ -164,7 +164,7 @@ class Lockstep(PerSample):
         logits, backward, processes = outputs.logits, self.captured, self._shards.processes
         assert backward is not None
         alone = any(processes.gather("alone", bool(backward.uses.remaining and not self._remaining_per_batch)))
-        apart = any(processes.gather("apart", self._sends_positions_apart(backward)))
+        apart = any(processes.gather("apart", self._pass_per_position(backward)))
         zeros = torch.zeros_like(logits)
         for cotangent in self._in_step("cotangent", drawn):
             whole = zeros if cotangent is None else self._shards.agreed(cotangent.values)
