@@ -180,7 +180,7 @@ def shown(numbers: dict[str, Any]) -> str:
     for row in numbers["rows"]:
         errors = [row["error"], *([row["without_embeddings"]] if embeddings else []), row["total"], row["stated"]]
         shares = [row["coverage"], *([row["rare"]] if words else [])]
-        texts = [f"{row['cost']:.2f}", *(f"{one:.4f}" for one in errors)]
+        texts = [f"{row['cost']:.2f}", *map(_number, errors)]
         texts += [*(f"{100 * one:.1f} %" for one in shares), f"{row['width']:.4f}", str(row["left out"])]
         texts += [f"{row['spread']:.2f}", f"{row['seconds']:.3f}"]
         rows.append([row["name"], *texts])
@@ -188,6 +188,11 @@ def shown(numbers: dict[str, Any]) -> str:
     about = f"Mean largest probability {numbers['peak']:.4f}; {many} batches in windows of {window}; {seeds} seeds; "
     about += f"times of a window, of {turns} turns, ± half their range; forward + backward {numbers['seconds']:.3f} s."
     return f"## {numbers['name']}\n\n{about}\n\n{table(header, rows)}"
+
+
+def _number(error: float) -> str:
+    """Four decimals; two digits of what is smaller."""
+    return f"{error:.4f}" if error >= 5e-4 or not error else f"{error:.1e}"
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
@@ -233,30 +238,45 @@ def _is_past(moment: float) -> bool:
 def figure() -> None:
     """Error against measured cost of all networks that have been measured."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
-    networks = [one for path in sorted(RESULTS.glob("adaptive-*.json")) for one in json.loads(path.read_text())]
-    exact = [one["name"] for one in networks if one["rows"][0]["error"] < 1e-3]  # after one pass, for two classes
-    shown = [one for one in networks if ", 0 epochs" not in one["name"] and one["name"] not in exact]
+    found = [
+        (path.stem, one) for path in sorted(RESULTS.glob("adaptive-*.json")) for one in json.loads(path.read_text())
+    ]
+    exact = [one["name"] for _, one in found if one["rows"][0]["error"] < 1e-3]  # after one pass, for two classes
+    shown = [(file, one) for file, one in found if ", 0 epochs" not in one["name"] and one["name"] not in exact]
+    shown.sort(key=lambda pair: "h200" not in pair[0])
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     drawing, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3.2 * rows), squeeze=False, layout="constrained")
-    for axis, network in zip(axes.flat, shown, strict=False):
-        for kind in ("one pass", "orthogonal", "peeled", "adaptive"):
-            points = [row for row in network["rows"] if row["name"].startswith(kind)]
-            points = [*(row for row in network["rows"] if row["name"] == ONE and kind != "adaptive"), *points]
-            points = [row for row in points if row["without_embeddings"] > 0]
-            if kind != ONE:
-                axis.loglog(
-                    *zip(*((p["cost"], p["without_embeddings"]) for p in points), strict=True), "o-", label=kind
-                )
-        axis.set_title(f"{network['name'].split(',')[0]}, largest probability {network['peak']:.3f}", fontsize=9)
-        axis.set_xlabel("cost, forward + backward = 1")
+    for axis, (file, network) in zip(axes.flat, shown, strict=False):
+        for kind in ("orthogonal", "peeled", "adaptive"):
+            points = [row for row in network["rows"] if row["name"].startswith(kind) and row["without_embeddings"] > 0]
+            points.sort(key=lambda row: float(row["name"].split()[1]))
+            axis.plot(*_costs_and_errors(points), "o-", label=kind, markersize=4)
+            for row in points if kind == "adaptive" else []:
+                text = row["name"].split()[1]
+                place = row["cost"], row["without_embeddings"]
+                axis.annotate(text, place, (4, 3), textcoords="offset points", fontsize=7)
+        axis.plot(*_costs_and_errors(network["rows"][:1]), "k*", label=ONE, markersize=10)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 4, 5]))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        where = "H200" if "h200" in file else "CPU"
+        axis.set_title(f"{network['name'].split(',')[0]}, p = {network['peak']:.3f}, {where}", fontsize=9)
+        axis.set_xlabel("measured cost, forward + backward = 1")
         axis.set_ylabel("mean relative error")
-        axis.grid(alpha=0.3, which="both")
+        axis.grid(alpha=0.3, which="major")
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
-    axes.flat[0].legend()
-    drawing.savefig(RESULTS.parents[1] / "docs" / "images" / "adaptive.png", dpi=120)
+    axes.flat[min(2, len(shown) - 1)].legend()
+    drawing.savefig(RESULTS.parents[1] / "docs" / "images" / "adaptive.png", dpi=110)
+
+
+def _costs_and_errors(points: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    return [row["cost"] for row in points], [row["without_embeddings"] for row in points]
 
 
 def main() -> None:

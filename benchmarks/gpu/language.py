@@ -7,7 +7,7 @@ eager      the same probes, squared by kernels and by torch; CUDA graphs against
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,25 +98,30 @@ def tiny(kind: str, vocabulary: int) -> nn.Module:
 
 def run_language(session: Session) -> None:
     """Check small language models."""
-    rows: list[Row] = []
     checks = {f"{kind}, exact": partial(_exact, kind, session.device) for kind in KINDS}
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
             for run in RUNS:
                 checks[f"{kind}, {run}, {dtype}"] = partial(_eager, kind, run, dtype, session)
+    run_comparisons(session, "Language models", checks)
+
+
+Errors = list[tuple[str, float, float]]
+"""What was compared, ‖found - expected‖/‖expected‖ of the worst parameter, and its limit."""
+
+
+def run_comparisons(session: Session, heading: str, checks: Mapping[str, Callable[[], Errors]]) -> None:
+    """Add a section with the errors of each check, and its verdicts."""
+    rows: list[Row] = []
     for name, check in checks.items():
-        found = session.guarded(f"language {name}", check)
+        found = session.guarded(f"{heading}, {name}", check)
         if isinstance(found, Missing):
             rows.append({"check": name, "verdict": found.reason})
             continue
         for what, error, limit in found:
             row: Row = {"check": name, "of": what, "error": error, "limit": limit}
-            session.checked(f"language {name}", row, error <= limit, rows)
-    session.add("Language models", rows)
-
-
-Errors = list[tuple[str, float, float]]
-"""What was compared, ‖found - expected‖/‖expected‖ of the worst parameter, and its limit."""
+            session.checked(f"{heading}, {name}", row, error <= limit, rows)
+    session.add(heading, rows)
 
 
 def random_batches(vocabulary: int, batches: int, length: int) -> list[dict[str, Tensor]]:

@@ -19,8 +19,8 @@ import torch
 from torch import distributed as dist
 
 import neuromanifold as nm
-from gpu.language import Errors, distances, random_batches, tiny
-from gpu.session import Missing, Row, Session
+from gpu.language import Errors, distances, random_batches, run_comparisons, tiny
+from gpu.session import Session
 from neuromanifold.estimators import NoiseFactors
 from neuromanifold.persample.accumulate import DiagonalSums, Pass
 from neuromanifold.run.processes import Processes
@@ -32,19 +32,10 @@ LIMIT = 60.0  # seconds for two processes
 
 def run_processes(session: Session) -> None:
     """Run all three where there is a GPU; on a CPU the first alone."""
-    rows: list[Row] = []
     checks = {"gloo": partial(_two, session.device)}
     if session.device.type == "cuda":
         checks |= {"NCCL": partial(_nccl, session.device), "FSDP2": partial(_sharded, session.device)}
-    for name, check in checks.items():
-        found = session.guarded(f"processes, {name}", check)
-        if isinstance(found, Missing):
-            rows.append({"check": name, "verdict": found.reason})
-            continue
-        for what, error, limit in found:
-            row: Row = {"check": name, "of": what, "error": error, "limit": limit}
-            session.checked(f"processes, {name}", row, error <= limit, rows)
-    session.add("Several processes", rows)
+    run_comparisons(session, "Several processes", checks)
 
 
 def _two(device: torch.device) -> Errors:

@@ -75,7 +75,7 @@ def outcomes(
     return [found[rank] for rank in range(world)]
 
 
-def values(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def checked_values(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what the function returned in each process, all of which must succeed."""
     found = outcomes(world, function, *args, grace=GRACE)
     assert all(one and one[0] for one in found), found

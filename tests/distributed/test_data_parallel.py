@@ -8,7 +8,7 @@ import torch
 
 import neuromanifold as nm
 from tests.distributed import runs
-from tests.distributed.launch import values
+from tests.distributed.launch import checked_values
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -54,7 +54,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for kind, options in OPTIONS.items():
         (folder / kind).mkdir()
         calls.append((runs.diagonal, folder / kind, NUMBER, options))
-    assert values(world, runs.several, calls) == [[""] * len(calls)] * world
+    assert checked_values(world, runs.several, calls) == [[""] * len(calls)] * world
     return world, folder
 
 
@@ -80,7 +80,7 @@ def test_several_processes_give_the_result_of_one(kind: str, results: tuple[int,
 def test_processes_without_a_batch(tmp_path: Path) -> None:
     """One batch for two processes: bit for bit what one process gives.  None at all is an error in all of them."""
     expected = nm.fisher_diagonal(runs.network(), runs.batches(1))
-    for ended in values(2, runs.several, [(runs.diagonal, tmp_path, 1, {}), (runs.diagonal, tmp_path, 0, {})]):
+    for ended in checked_values(2, runs.several, [(runs.diagonal, tmp_path, 1, {}), (runs.diagonal, tmp_path, 0, {})]):
         assert not ended[0]
         assert "`data` must be an iterable with at least one sample, got 0 batches" in ended[1]
     for rank in range(2):
@@ -91,7 +91,7 @@ def test_processes_without_a_batch(tmp_path: Path) -> None:
 
 def test_traces_too() -> None:
     kinds: list[Any] = [{}, {"granularity": "batch"}, {"estimator": nm.Hutchinson(3, deflate=0)}]
-    found = values(2, runs.traces, 7, kinds)
+    found = checked_values(2, runs.traces, 7, kinds)
     assert found[0] == found[1]
     for one, options in zip(found[0], kinds, strict=True):
         expected = nm.fisher_trace(runs.network(), runs.batches(7), **options)
@@ -101,7 +101,7 @@ def test_traces_too() -> None:
 
 def test_a_model_in_ddp_is_taken_out_of_it_and_can_be_trained_on(tmp_path: Path) -> None:
     expected = nm.fisher_diagonal(runs.Counting(), runs.batches(5))
-    names = values(2, runs.wrapped, tmp_path, 5)
+    names = checked_values(2, runs.wrapped, tmp_path, 5)
     assert names[0] == list(expected)
     assert_same(load(tmp_path / "1"), expected)
 
@@ -111,13 +111,13 @@ def test_a_model_in_ddp_is_taken_out_of_it_and_can_be_trained_on(tmp_path: Path)
 
 def test_a_distributed_sampler_means_that_each_process_has_data_of_its_own(tmp_path: Path) -> None:
     """The samples are all there once, and the noise of each batch is another: the batches are numbered in turn."""
-    values(2, runs.sampled, tmp_path, 44, 2, False, {"estimator": nm.Exact()})
+    checked_values(2, runs.sampled, tmp_path, 44, 2, False, {"estimator": nm.Exact()})
     found = load(tmp_path / "0")
     expected = nm.fisher_diagonal(runs.network(), runs.loader(0, 44, 1), nm.Exact())
     assert found.count == expected.count == 44
     for name in expected:
         torch.testing.assert_close(found.sums[name], expected.sums[name], rtol=2e-6, atol=1e-20)
-    values(2, runs.sampled, tmp_path, 44, 2, False, {})
+    checked_values(2, runs.sampled, tmp_path, 44, 2, False, {})
     found = load(tmp_path / "0")
     parts = [iter(runs.loader(rank, 44, 2)) for rank in range(2)]
     in_turn = [batch for pair in zip(*parts, strict=True) for batch in pair]
@@ -130,7 +130,7 @@ def assert_same_but_for_the_data(found: nm.DiagonalFisher, expected: nm.Diagonal
 
 
 def test_data_of_their_own_of_different_lengths(tmp_path: Path) -> None:
-    values(2, runs.own_batches, tmp_path, {"distributed": "own data", "estimator": nm.Exact()})
+    checked_values(2, runs.own_batches, tmp_path, {"distributed": "own data", "estimator": nm.Exact()})
     data = [*runs.batches(12)[:3], *runs.batches(12)[4:6]]
     expected, found = nm.fisher_diagonal(runs.network(), data, nm.Exact()), load(tmp_path / "1")
     assert found.count == expected.count
@@ -156,13 +156,13 @@ def test_processes_that_differ_are_refused(tmp_path: Path) -> None:
         "seed": ((runs.different, "seed"), same),
         "estimator": ((runs.different, "estimator"), same),
     }
-    for found in values(2, runs.several, [call for call, _ in cases.values()]):
+    for found in checked_values(2, runs.several, [call for call, _ in cases.values()]):
         for text, (what, (_, expected)) in zip(found, cases.items(), strict=True):
             assert expected in text, what
 
 
 def test_one_process_may_run_alone(tmp_path: Path) -> None:
-    values(2, runs.alone, tmp_path, 5)
+    checked_values(2, runs.alone, tmp_path, 5)
     assert_same(load(tmp_path / "0"), nm.fisher_diagonal(runs.network(), runs.batches(5)))
 
 

@@ -10,7 +10,7 @@ import torch
 import neuromanifold as nm
 from neuromanifold.results.files import FileError
 from tests.distributed import runs
-from tests.distributed.launch import outcomes, values
+from tests.distributed.launch import checked_values, outcomes
 from tests.distributed.test_data_parallel import assert_same, load
 
 NUMBER = 14
@@ -23,14 +23,14 @@ def expected(number: int = NUMBER, **options: Any) -> nm.DiagonalFisher:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed on Linux")
 def test_threads_of_a_group_of_its_own_end_with_it() -> None:
     """Those that outlive the interpreter abort."""
-    assert values(2, runs.group_of_its_own) == [(True, True, [0, 1])] * 2
+    assert checked_values(2, runs.group_of_its_own) == [(True, True, [0, 1])] * 2
 
 
 def test_a_failure_between_two_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong number that one process sees ends a test at once, though the others wait for it to begin the next run."""
     monkeypatch.setattr("tests.distributed.launch.GRACE", 0.2)
     with pytest.raises(AssertionError, match="a wrong number"):
-        values(2, runs.wrong_in_one)
+        checked_values(2, runs.wrong_in_one)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -46,7 +46,7 @@ def test_an_error_in_one_process_ends_the_others_and_names_it(who: int, tmp_path
 
 
 def test_a_run_that_others_do_not_come_to_says_so() -> None:
-    (told, error), _ = values(2, runs.late)
+    (told, error), _ = checked_values(2, runs.late)
     assert told == [
         "Rank 1 of 2 has not begun this run after 0 s: all processes of a process group have to make the same call. "
         "Give distributed=False for a run of this process alone."
@@ -55,7 +55,7 @@ def test_a_run_that_others_do_not_come_to_says_so() -> None:
 
 
 def test_ctrl_c_in_one_process_gives_what_all_have_done(tmp_path: Path) -> None:
-    values(2, runs.interrupted, tmp_path, 5, 300)
+    checked_values(2, runs.interrupted, tmp_path, 5, 300)
     first, second = load(tmp_path / "0"), load(tmp_path / "1")
     assert first.provenance.stopped == f"interrupted after {first.provenance.batches} batches"
     assert second.provenance == first.provenance
@@ -79,7 +79,7 @@ def resume(world: int, path: Path, number: int = NUMBER, **options: Any) -> nm.D
     if world == 1:
         runs.resumed(0, path, number, options)
     else:
-        values(world, runs.resumed, path, number, options)
+        checked_values(world, runs.resumed, path, number, options)
     return load(path / "result0")
 
 

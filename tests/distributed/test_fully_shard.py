@@ -8,7 +8,7 @@ import pytest
 
 import neuromanifold as nm
 from tests.distributed import runs, sharded_runs
-from tests.distributed.launch import outcomes, values
+from tests.distributed.launch import checked_values, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
 RANDOM: list[dict[str, Any]] = [{}, {"estimator": nm.MonteCarlo(2)}, {"granularity": "batch"}]
@@ -17,12 +17,12 @@ EXACT: list[dict[str, Any]] = [{"estimator": nm.Exact()}, {"estimator": nm.Empir
 
 def test_two_processes_equal_the_whole_model() -> None:
     """Five batches: one process runs a batch again for the other's sake."""
-    values(2, sharded_runs.estimators, 5, False, [*RANDOM, *EXACT])
+    checked_values(2, sharded_runs.estimators, 5, False, [*RANDOM, *EXACT])
 
 
 def test_parts_without_noise_are_kept_apart() -> None:
     """One of several passes has no noise."""
-    values(2, sharded_runs.estimators, 3, False, [{"estimator": nm.Hutchinson(3)}])
+    checked_values(2, sharded_runs.estimators, 3, False, [{"estimator": nm.Hutchinson(3)}])
 
 
 @pytest.mark.parametrize(
@@ -30,21 +30,21 @@ def test_parts_without_noise_are_kept_apart() -> None:
     [(2, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, True), (4, False), (4, True)))],
 )
 def test_error_bars_of_rows(world: int, columns: bool, tmp_path: Path) -> None:
-    values(world, sharded_runs.error_bars, tmp_path, columns)
+    checked_values(world, sharded_runs.error_bars, tmp_path, columns)
 
 
 def test_which_error_bars() -> None:
-    values(2, sharded_runs.choice_of_error_bars)
+    checked_values(2, sharded_runs.choice_of_error_bars)
 
 
 def test_error_bars_of_rows_end_a_run() -> None:
-    values(2, sharded_runs.soon_enough)
+    checked_values(2, sharded_runs.soon_enough)
 
 
 def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one() -> None:
     """Other estimators: slow, with four processes."""
     others: list[dict[str, Any]] = [{"granularity": "sample"}, {"estimator": nm.SquaredBatchGradient()}]
-    values(2, sharded_runs.estimators, 3, True, [{}, *others])
+    checked_values(2, sharded_runs.estimators, 3, True, [{}, *others])
 
 
 @pytest.mark.parametrize(
@@ -57,44 +57,44 @@ def test_parameters_without_a_rule_are_done_per_batch_or_one_by_one() -> None:
     ids=str,
 )
 def test_adaptive_passes(world: int, number: int, costs: list[float]) -> None:
-    values(world, sharded_runs.adaptive, number, costs)
+    checked_values(world, sharded_runs.adaptive, number, costs)
 
 
 @pytest.mark.parametrize(
     ("world", "more"), [(2, False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in (2, 3))]
 )
 def test_adaptive_passes_of_other_kinds(world: int, more: bool) -> None:
-    values(world, sharded_runs.adaptive_otherwise, more)
+    checked_values(world, sharded_runs.adaptive_otherwise, more)
 
 
 def test_an_error_that_is_caught_ends_the_run_all_the_same() -> None:
-    first, second = values(2, sharded_runs.broken_when_alone)
+    first, second = checked_values(2, sharded_runs.broken_when_alone)
     assert second == "BrokenError: too few samples"
     assert first.startswith("ProcessError: ")
 
 
 def test_functions_of_parameters_that_are_freed_until_the_backward_pass() -> None:
-    values(2, sharded_runs.freed)
+    checked_values(2, sharded_runs.freed)
 
 
 def test_fewer_batches_than_processes() -> None:
-    values(3, sharded_runs.estimators, 2, False, [{}, {"estimator": nm.Exact()}])
+    checked_values(3, sharded_runs.estimators, 2, False, [{}, {"estimator": nm.Exact()}])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("without", [False, True])
 def test_four_processes_equal_the_whole_model(without: bool) -> None:
-    values(4, sharded_runs.estimators, 7, without, [*RANDOM, *EXACT])
+    checked_values(4, sharded_runs.estimators, 7, without, [*RANDOM, *EXACT])
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_kinds_of_sharding(world: int) -> None:
-    values(world, sharded_runs.kinds)
+    checked_values(world, sharded_runs.kinds)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_kinds_of_models(world: int) -> None:
-    values(world, sharded_runs.models)
+    checked_values(world, sharded_runs.models)
 
 
 NAMES = ["Llama", "GPT-2", "Mixtral"]
@@ -112,25 +112,25 @@ NAMES = ["Llama", "GPT-2", "Mixtral"]
 )
 def test_language_models(world: int, estimator: nm.Estimator, names: list[str]) -> None:
     """Squared per token above the last attention; a tied head; routed experts, which have no rule."""
-    values(world, sharded_runs.language, names, {"estimator": estimator}, estimator.needs_labels)
+    checked_values(world, sharded_runs.language, names, {"estimator": estimator}, estimator.needs_labels)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), [(2, "Llama"), (2, "Mixtral"), (4, "Llama")])
 def test_exact_language_models(world: int, name: str) -> None:
-    values(world, sharded_runs.language, [name], {"estimator": nm.Exact()}, False, 3)
+    checked_values(world, sharded_runs.language, [name], {"estimator": nm.Exact()}, False, 3)
 
 
 def test_a_process_has_the_squares_of_one_layer_at_full_size_at_a_time() -> None:
-    values(2, sharded_runs.one_layer_at_a_time)
+    checked_values(2, sharded_runs.one_layer_at_a_time)
 
 
 def test_a_wrong_rule_on_one_process_is_seen_by_all() -> None:
-    values(2, sharded_runs.wrong_rule)
+    checked_values(2, sharded_runs.wrong_rule)
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    for found in values(2, sharded_runs.refused):
+    for found in checked_values(2, sharded_runs.refused):
         assert found == ["distributed", "tensor parallel", "whole on each"]
 
 
@@ -143,7 +143,7 @@ def test_an_error_on_one_process_ends_the_other() -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_are_saved_by_all_and_gathered_by_none(world: int, tmp_path: Path) -> None:
-    values(world, sharded_runs.saved, tmp_path)
+    checked_values(world, sharded_runs.saved, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_checkpoints_are_resumed_by_any_number_of_processes(worlds: tuple[int, .
     assert nm.Checkpoint(tmp_path / "state").files() == {0: tmp_path / "state.index.json"}
     with pytest.raises(ValueError, match=r"differs in result \(ShardedSums, now DiagonalSums\)"):
         nm.fisher_diagonal(sharded_runs.network(), runs.batches(8), checkpoint=tmp_path / "state")
-    values(worlds[-1], sharded_runs.checkpointed, tmp_path, 8, -1, options)
+    checked_values(worlds[-1], sharded_runs.checkpointed, tmp_path, 8, -1, options)
     expected = nm.fisher_diagonal(sharded_runs.network(), runs.batches(8), **options)
     found = nm.load(tmp_path / "fim.safetensors")
     sharded_runs.compare(found, expected)
@@ -172,7 +172,7 @@ def test_windows_of_adaptive_passes_are_resumed_by_another_number_of_processes(t
     options: dict[str, Any] = {"estimator": nm.Adaptive(1.5, window=2)}
     found = outcomes(3, sharded_runs.checkpointed, tmp_path, 11, 8, options)
     assert found[-1] == (False, "BrokenError: no batch 8")
-    values(2, sharded_runs.checkpointed, tmp_path, 11, -1, options)
+    checked_values(2, sharded_runs.checkpointed, tmp_path, 11, -1, options)
     expected = nm.fisher_diagonal(sharded_runs.confident(), runs.batches(11), **options)
     found = nm.load(tmp_path / "fim.safetensors")
     sharded_runs.compare(found, expected)
@@ -180,9 +180,9 @@ def test_windows_of_adaptive_passes_are_resumed_by_another_number_of_processes(t
 
 
 def test_ctrl_c_in_one_process_ends_all_of_them(tmp_path: Path) -> None:
-    first, second = values(2, sharded_runs.interrupted, tmp_path, "return")
+    first, second = checked_values(2, sharded_runs.interrupted, tmp_path, "return")
     assert first == second == ["interrupted after 4 batches", "64"]
-    first, second = values(2, sharded_runs.interrupted, tmp_path, "raise")
+    first, second = checked_values(2, sharded_runs.interrupted, tmp_path, "raise")
     assert second == ["KeyboardInterrupt", ""]
     assert first[0] == "ProcessError"
     assert first[1].startswith("Rank 1 of 2 was interrupted, which ends the run on all processes; with a checkpoint")
@@ -205,7 +205,7 @@ def test_processes_killed_at_random_times_change_nothing(
             told = "Another process has died", f"Rank {who} of {world} has not been heard of", "store"
             assert rank == who or one[0] or any(text in one[1] for text in told), one
     assert died >= 2
-    values(chance.choice(worlds), sharded_runs.checkpointed, tmp_path, number, -1, options)
+    checked_values(chance.choice(worlds), sharded_runs.checkpointed, tmp_path, number, -1, options)
     whole = sharded_runs.confident() if "estimator" in options else sharded_runs.network()
     expected = nm.fisher_diagonal(whole, runs.batches(number), **options)
     sharded_runs.compare(nm.load(tmp_path / "fim.safetensors"), expected, noise=False)

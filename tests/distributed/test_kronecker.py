@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import neuromanifold as nm
 from tests.distributed import runs
-from tests.distributed.launch import values
+from tests.distributed.launch import checked_values
 
 NUMBER = 7  # the last round is not full, and the last batch does not use all layers
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         calls.append((runs.kronecker, folder / kind, NUMBER, options))
     (folder / "kept").mkdir()
     calls.append((runs.kronecker, folder / "kept", NUMBER, {"checkpoint": nm.Checkpoint(folder / "state", every=0)}))
-    assert values(2, runs.several, calls) == [[""] * len(calls)] * 2
+    assert checked_values(2, runs.several, calls) == [[""] * len(calls)] * 2
     return folder
 
 
@@ -68,7 +68,7 @@ def test_one_process_takes_up_what_two_have_begun(results: Path) -> None:
 
 
 def test_each_process_with_data_of_its_own(tmp_path: Path) -> None:
-    values(2, runs.sampled_kronecker, tmp_path)
+    checked_values(2, runs.sampled_kronecker, tmp_path)
     loader = DataLoader(runs.loader(0, 32, 2).dataset, batch_size=8)
     expected = nm.fisher_kronecker(runs.heads(), list(loader), nm.Exact())
     found = load(tmp_path / "0")

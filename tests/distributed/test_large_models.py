@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import neuromanifold as nm
 from neuromanifold.persample.rules.registry import find_rule
 from tests.distributed import runs
-from tests.distributed.launch import values
+from tests.distributed.launch import checked_values
 from tests.language.families import gpt2, tokens
 from tests.problems.problem import Net
 
@@ -177,7 +177,9 @@ def test_models_sharded_over_processes_are_refused() -> None:
     """But for FSDP2 in fisher_diagonal: gradients are those of a shard, or were summed before they could be squared."""
     sharded = "ValueError: `model` must be whole on each process, got '0.weight' sharded over processes"
     fully = "ValueError: `model` must be whole on each process, got FullyShardedDataParallel"
-    for found in values(2, runs.several, [(runs.fully_sharded, new, run) for new in (True, False) for run in range(3)]):
+    for found in checked_values(
+        2, runs.several, [(runs.fully_sharded, new, run) for new in (True, False) for run in range(3)]
+    ):
         assert not found[0]
         assert all(text.startswith(sharded) for text in found[1:3]), found
         assert all(text.startswith(fully) for text in found[3:]), found

@@ -16,36 +16,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.gradients import Form, Routed
-from neuromanifold.persample.graph import Node, shape_of, signed
+from neuromanifold.persample.graph import GraphSite, Node, shape_of, signed
 from neuromanifold.persample.places import ROWS, Layout
 
 CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
 
 
 @dataclass(eq=False)
-class ExpertSite:
+class ExpertSite(GraphSite):
     """An operation whose rows went through matrices of one parameter, and which ones."""
 
-    node: Node
     shape: torch.Size  # of the parameter
     experts: Tensor  # [r] or, if all rows went through one, []
     partner: Tensor | None  # [r, i]; None for a bias
     turned: bool  # the parameter is [E, i, o]
     is_left: bool = False  # the parameter is the left factor of a product
     layouts: tuple[Layout, ...] = (ROWS,)
-
-    @property
-    def edge(self) -> GradientEdge:
-        """The edge of autograd's graph at which the gradient of the result arrives."""
-        return GradientEdge(self.node, 0)
-
-    @property
-    def result(self) -> torch.Size:
-        """The shape of the result."""
-        return shape_of(self.node)
 
     def __len__(self) -> int:
         """How many rows there are."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 Node = Any
 
@@ -15,6 +16,23 @@ _ARGUMENTS = (  # of any operation that has them: they decide where rows go
     *("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1", "_saved_split_sizes", "_saved_start", "_saved_step"),
     *("_saved_shifts", "_saved_training", "_saved_normalized_shape"),
 )
+
+
+@dataclass(eq=False)
+class GraphSite:
+    """An operation at which a parameter meets rows of the batch."""
+
+    node: Node
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The edge of autograd's graph at which the gradient of the result arrives."""
+        return GradientEdge(self.node, 0)
+
+    @property
+    def result(self) -> torch.Size:
+        """The shape of the result."""
+        return shape_of(self.node)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from neuromanifold.persample.experts import CASTS, ExpertSite, expert_site, picks_matrices
 from neuromanifold.persample.gradients import Dense, Form, Product, Rows
-from neuromanifold.persample.graph import Graph, Node, shape_of
+from neuromanifold.persample.graph import Graph, GraphSite, Node, shape_of
 from neuromanifold.persample.places import Layout, stacked
 
 _BROADCASTS = ("AddBackward0", "MulBackward0", "ExpandBackward0", "RepeatBackward0")
@@ -57,26 +56,15 @@ class Step(NamedTuple):
 
 
 @dataclass(eq=False)
-class BroadcastSite:
+class BroadcastSite(GraphSite):
     """Where a tensor is broadcast over the batch: a node, which of its inputs, and the path to the tensor."""
 
-    node: Node
     input: int
     path: tuple[Step, ...]
     shape: torch.Size  # of the tensor
     layouts: tuple[Layout, ...] = ()  # that the result can have, going by its shape
     partner: Tensor | None = None  # what the tensor is multiplied by, once normalised; or which rows are looked up
     statistics: tuple[Tensor, Tensor] | None = None  # mean and 1/σ, by which the partner is
-
-    @property
-    def edge(self) -> GradientEdge:
-        """The edge of autograd's graph at which the gradient of the result arrives."""
-        return GradientEdge(self.node, 0)
-
-    @property
-    def result(self) -> torch.Size:
-        """The shape of what the tensor is broadcast to."""
-        return shape_of(self.node)
 
     @property
     def is_product(self) -> bool:
