@@ -71,12 +71,12 @@ def run_sharded(
     saved = ShardedCheckpoint(options.checkpoint, method, sums, counts, shards)
     saved.resume(options.shard, dealing.own_data)
     mine, reporter = _OwnWindows(items, dealing, saved), Reporter(options.progress if shows else False)
-    steps, method.spare = Steps(method, sums, counts, dealing, cuda_graphs=False), lambda: problem.read(*mine.spare())
+    steps = Steps(method, sums, counts, dealing, cuda_graphs=False)
     size, interrupts, stopped = dealing.window, Interrupts(wanted=True), ""
     rounds = saved.done.bit_count() // (size * dealing.at_once)
     if rounds and accuracy.rtol is not None and is_due(rounds * size):
         stopped = _reason_to_stop(shards, counts, sums, accuracy)
-    with method.attached(), interrupts.noted(), processes.losses_named():
+    with method.taking_part(lambda: problem.read(*mine.spare())), interrupts.noted(), processes.losses_named():
         while not stopped:
             window = mine.following()
             flags = [window is not None, saved.is_due, interrupts.asked, mine.chain.value]

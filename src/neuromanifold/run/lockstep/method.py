@@ -89,14 +89,20 @@ class Lockstep(PerSample):
         given = {one.name: getattr(problem, one.name) for one in fields(problem)}
         super().__init__(_InTurn(**given, together=self._outputs), settings, tokens=sums.takes_tokens, shards=shards)
         self._shards, self._sums = shards, sums
-        self.spare: Callable[[], Batch] | None = None
-        """Returns a batch that this process can run for the others' sake."""
+        self._spare: Callable[[], Batch] | None = None
         self._open: Outputs | None = None  # of a forward pass whose backward passes are to come
         self._verify = False
         self._failed: Exception | None = None
         if settings.granularity == "batch":
             self.engine.exclude_all()
             self._remaining_per_batch = True
+
+    @contextmanager
+    def taking_part(self, spare: Callable[[], Batch]) -> Iterator[None]:
+        """Capture forward passes inside; `spare` returns a batch that this process can run for the others' sake."""
+        self._spare = spare
+        with self.attached():
+            yield
 
     @override
     def forward(self, batch: Batch, *, verify: bool = False) -> Outputs:
@@ -132,6 +138,7 @@ class Lockstep(PerSample):
         """Return when all processes come to what this one wants; until then, do what others want."""
         if self._failed is not None:
             raise self._failed
+        assert self._spare is not None
         while True:
             asked = self._shards.processes.gather("next", [_ORDER.index(wanted), self.engine.came_late])
             first, self._verify = _ORDER[min(one for one, _ in asked)], any(late for _, late in asked)
@@ -145,10 +152,6 @@ class Lockstep(PerSample):
                 assert self._open is not None
                 self._backward(self._open, iter([]), self._sums)
                 super().release()
-
-    def _spare(self) -> Batch:
-        assert self.spare is not None
-        return self.spare()
 
     def _forward(self, batch: Batch, verify: bool = False) -> Outputs:
         outputs = self._open = super().forward(batch, verify=verify or self._verify)
