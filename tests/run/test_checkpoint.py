@@ -669,6 +669,7 @@ def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
 
 WHILE_WRITING = """
 import os, signal, sys
+import torch
 import neuromanifold as nm
 from neuromanifold.results import files
 from tests.run import killed_runs
@@ -683,6 +684,7 @@ def killed(contents, aside, metadata):
     save(contents, aside, metadata)
 
 files.save_file = killed
+torch.set_num_threads(1)  # as in the tests: products in several threads are rounded otherwise
 nm.fisher_diagonal(killed_runs.network(), killed_runs.batches(), checkpoint=nm.Checkpoint(sys.argv[1], every=0))
 """
 
