@@ -16,10 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import neuromanifold as nm
 from neuromanifold.persample.gradients import Product
-from neuromanifold.persample.rules import registry
 from neuromanifold.persample.shards.tensor_parallel import TensorParallel
 from tests.distributed import runs
-from tests.distributed.sharded_runs import Odd, compare, sequences
+from tests.distributed.sharded_runs import check_wrong_rule, compare, sequences
 from tests.language.families import CAUSAL, LLAMA, LOOP, make
 from tests.run.killed_runs import BrokenError
 
@@ -308,23 +307,9 @@ def language(rank: int, folder: Path, names: list[str], options: dict[str, Any])
 
 
 def wrong_rule(rank: int) -> None:
-    """Twice too large on rank 1 alone: the parameter is left to autograd on all processes."""
-
-    @registry.rule(Odd, extra_dims=True)
-    def odd(call: registry.Call) -> dict[str, Any]:
-        found = registry._RULES[nn.Linear].function(call)
-        if rank == 1 and "weight" in found:
-            product: Any = found["weight"]
-            found["weight"] = Product(2 * product.left, product.right, product.shape)
-        return found
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Odd(8, 5))
-
-    found = nm.fisher_diagonal(parallel(make(), {"0": ColwiseParallel(), "2": RowwiseParallel()}), runs.batches(3))
-    how = found.provenance.granularity
-    assert how == {"0.weight": "sample", "0.bias": "sample", "2.weight": "batch", "2.bias": "sample"}, how
+    """A wrong rule on one process of a tensor-parallel model."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    check_wrong_rule(rank, lambda model: parallel(model, plan))
 
 
 def planted(rank: int) -> None:

@@ -401,7 +401,7 @@ class Odd(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-def wrong_rule(rank: int) -> None:
+def check_wrong_rule(rank: int, divided: Callable[[nn.Module], Any]) -> None:
     """Twice too large on rank 1 alone: the parameter is left to autograd on all processes."""
 
     @registry.rule(Odd, extra_dims=True)
@@ -414,11 +414,14 @@ def wrong_rule(rank: int) -> None:
         return found
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), Odd(7, 5))
-    shard(model, [model[2]])
-    found = nm.fisher_diagonal(model, runs.batches(5))
-    how = found.provenance.granularity
+    model = divided(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Odd(8, 5)))
+    how = nm.fisher_diagonal(model, runs.batches(5)).provenance.granularity
     assert how == {"0.weight": "sample", "0.bias": "sample", "2.weight": "batch", "2.bias": "sample"}, how
+
+
+def wrong_rule(rank: int) -> None:
+    """A wrong rule on one process of a model in FSDP2."""
+    check_wrong_rule(rank, lambda model: shard(model, [model[2]]))
 
 
 def refused(_: int) -> list[str]:

@@ -381,10 +381,18 @@ def test_a_shard_without_a_window_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cost"),
-    [("ten classes, confident", 0.8), ("three classes, confident", 1.5), ("some labels ignored", 1.5), ("tokens", 0.5)],
+    ("name", "cost", "how"),
+    [
+        *(("ten classes, confident", 0.8, None), ("three classes, confident", 1.5, None), ("tokens", 0.5, None)),
+        ("some labels ignored", 1.5, None),
+        *(("ten classes, confident", 1.6, "everyone"), ("some labels ignored", 1.6, "everyone")),
+    ],
 )
-def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(name: str, cost: float, tmp_path: Path) -> None:
+def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(
+    name: str, cost: float, how: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how is not None:
+        monkeypatch.setattr(windows, "strategy", lambda *_: how)
     case = backwards(CASES[name])
     expected = case.estimate(cost, window=3)
     for at in range(len(case.data)):

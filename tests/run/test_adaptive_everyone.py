@@ -6,8 +6,6 @@ The truth is that of `test_adaptive.by_hand`: float64, one derivative after the 
 import gc
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import windows
 from neuromanifold.run.methods import PerSample
 from tests.estimators.probes import normal
-from tests.run.killed_runs import BrokenError, failing
 from tests.run.test_adaptive import CASES, SINGLE, Case, allowed, backwards, error_over_claimed, flat, mlp, z_score
 from tests.run.test_error_bar_kinds import forms
 from tests.zscores import allowed_z_score, worst_z_score
@@ -223,21 +220,6 @@ def test_shards_add_up_to_one_run(name: str) -> None:
         torch.testing.assert_close(flat(total), flat(whole), rtol=1e-12, atol=0)
         torch.testing.assert_close(flat(total, "noise"), flat(whole, "noise"), rtol=1e-6, atol=0)
         assert total.provenance.passes == whole.provenance.passes
-
-
-@pytest.mark.parametrize("name", ["ten classes, confident", "some labels ignored"])
-def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    case = backwards(CASES[name])
-    expected = case.estimate(COST, window=3)
-    for at in range(len(case.data)):
-        path = nm.Checkpoint(tmp_path / f"{at}", every=0)
-        with pytest.raises(BrokenError):
-            case.estimate(COST, window=3, data=failing(case.data, at), checkpoint=path)
-        found = case.estimate(COST, window=3, checkpoint=path)
-        assert torch.equal(flat(found), flat(expected)), at
-        assert torch.equal(flat(found, "noise"), flat(expected, "noise")), at
-        verified = found.provenance.verified
-        assert found.provenance == replace(expected.provenance, verified=verified), at
 
 
 def test_cost_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
