@@ -11,7 +11,7 @@ parameter, two where it has error bars.  Tools that are not installed are left o
 there are many, and multiplied: marked by ×.  This library runs over several batches, of which the first two are
 verified; other tools over one.
 
-Verification: a run of 128 batches as it is (0, 1 and 16 are verified) against the same run in which only batch 0 is,
+Verification: a run of 128 batches as it is (0 and 1 are verified) against the same run in which only batch 0 is,
 which a plan cannot be made without; the fixed cost of a call, which is that of one batch less a later batch; and what a
 later batch takes over forward + backward.
 """
