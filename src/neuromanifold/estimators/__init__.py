@@ -1,7 +1,7 @@
 """Estimators: from a core to cotangents on the logits."""
 
 from neuromanifold.estimators.adaptive import Adaptive
-from neuromanifold.estimators.base import Apart, Estimator, NoiseFactors
+from neuromanifold.estimators.base import Estimator, NoiseFactors
 from neuromanifold.estimators.envelopes import Lower, Upper
 from neuromanifold.estimators.exact import Exact
 from neuromanifold.estimators.hutchinson import Hutchinson
@@ -9,7 +9,6 @@ from neuromanifold.estimators.labels import Empirical, MonteCarlo, SquaredBatchG
 
 __all__ = [
     "Adaptive",
-    "Apart",
     "Empirical",
     "Estimator",
     "Exact",

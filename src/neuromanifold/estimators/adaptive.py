@@ -1,6 +1,6 @@
-"""Adaptive passes as an estimator: the strategy of a window, the draw of samples that are kept, and groups of samples.
+"""Adaptive passes as an estimator: the strategy of a window, and the draw of samples that are kept.
 
-How many passes each sample is worth is in `allocation.py`; `run/windows.py` runs them.
+Which samples and eigenvectors are worth rows is in `allocation.py`; `run/windows.py` runs them.
 """
 
 from __future__ import annotations
@@ -8,25 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.core.checks import finite_number, integer_in_range
-from neuromanifold.estimators.allocation import (
-    EIGENPAIRS,
-    Allocation,
-    Scores,
-    allocate,
-    allocate_to_everyone,
-    several_passes,
-)
-from neuromanifold.estimators.base import Estimator, random_signs
+from neuromanifold.estimators.allocation import EIGENPAIRS, Scores, allocate, best_rows, variance
+from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.hutchinson import Hutchinson
-from neuromanifold.estimators.orthogonal import leading, peeled
 
 # A strategy is chosen if the variance that it is predicted to have is below a share of another one's:
 _FEWER = 0.9  # of that of equal passes, below which outputs are worth computing first
@@ -38,12 +29,12 @@ _SMALL = 0.125  # in units of (mean t)² of a sample: where everyone is kept wit
 class Adaptive(Estimator):
     """Unbiased like `Hutchinson`, at a given cost, with passes for the samples whose estimates would be noisy.
 
-    On trained classifiers few samples carry most of F and of its noise, and outputs say which: they get passes for
-    their leading eigenvectors.  Above a cost of one everyone is kept where that is as good: noisy samples send an
-    eigenvector in the pass of their batch, and are regrouped for the rest.  Else the outputs of `window` batches are
-    computed first; samples that contribute little are left out at random, and weighted where they are kept.  Where all
-    samples are alike, as with near-uniform predictions, all get the same number of passes, and nothing is computed
-    twice.  Which of these is done is decided for each window by its first batch (`strategy`).
+    On trained classifiers few samples carry most of F and of its noise, and outputs say which: their leading
+    eigenvectors get passes of their own, in which nothing is random.  Above a cost of one everyone is kept where that
+    is as good: to each batch's own pass, full batches of eigenvectors of noisy samples are added.  Else the outputs of
+    `window` batches are computed first; samples that contribute little are left out at random, and weighted where they
+    are kept.  Where all samples are alike, as with near-uniform predictions, all get the same number of passes, and
+    nothing is computed twice.  Which of these is done is decided for each window by its first batch (`plan`).
 
     Args:
         cost: in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
@@ -96,10 +87,9 @@ class Adaptive(Estimator):
         """Return the estimator for a batch if all samples are alike: for 1.75 passes, two in three of four batches."""
         return several(math.floor((batch + 1) * self.mean_passes) - math.floor(batch * self.mean_passes))
 
-    def allocation(self, samples: int) -> Allocation:
-        """Return the same allocation for all samples; at a cost below one, each is kept with that probability."""
-        equal = several_passes(samples, self.mean_passes)
-        return equal._replace(keep=equal.keep * min(1.0, self.cost))
+    def rows(self, samples: int, base: int) -> int:
+        """How many rows can be added for so many samples of which all have had `base` passes in their batches."""
+        return max(0, math.floor(samples * (self.cost - (1 + 2 * base) / 3) + 1e-9))
 
 
 def several(passes: int) -> Hutchinson:
@@ -107,60 +97,34 @@ def several(passes: int) -> Hutchinson:
     return Hutchinson(passes, deflate=EIGENPAIRS if passes > 1 else 1)
 
 
-@dataclass(frozen=True)
-class AfterFirst(Estimator):
-    """All of a sample's passes but the first, which its leading eigenvector has had to itself."""
+class Plan(NamedTuple):
+    """How the samples of a window are treated: equal passes, rows for noisy ones, or rows for a choice of them."""
 
-    probes: int  # with the first
-
-    centred: ClassVar[bool] = True
-    target: ClassVar[str] = "unbiased, with the first pass"
-    noise_factor: ClassVar[float] = Hutchinson.noise_factor
-
-    def passes(self, core: Core) -> int:
-        """One less than all passes, of which there are at most as many as the factor has columns."""
-        return min(self.probes, core.rank) - 1
-
-    def cotangents(self, core: Core, labels: Tensor | None, generator: torch.Generator) -> Iterator[Tensor]:
-        """Further eigenvectors, and what is left."""
-        del labels
-        drawn = peeled(core, EIGENPAIRS, self.passes(core) + 1, generator, least=1)
-        return (one * random_signs(core, 1, generator) for one in islice(drawn, 1, None))
-
-    def pass_noise(self, core: Core, alone: bool) -> list[float]:
-        """As `Hutchinson.pass_noise`."""
-        passes = self.passes(core)
-        if not alone:
-            return [self.noise_factor] * passes
-        found = leading(core, min(EIGENPAIRS, core.rank), passes + 1, least=1)
-        m, d = passes + 1 - found.own, core.rank - found.own
-        left = (d - m) / max(1, d - 1)
-        return [found.relative_variance] * (found.own - 1) + [self.noise_factor * left] * m
+    strategy: Literal["alike", "everyone", "chosen"]
+    base: int = 1  # where everyone is kept, the passes of each batch: eigenvectors first, the probe last
 
 
-Strategy = Literal["alike", "everyone", "chosen"]
-"""Equal passes for all; a pass for every sample and further ones for noisy samples; or passes for chosen samples."""
+def plan(estimator: Adaptive, scores: Scores) -> Plan:
+    """Return how to treat samples like these, whose eigenvalues are all known, or of none.
 
-
-def strategy(estimator: Adaptive, some: Scores, everyone: Scores) -> Strategy:
-    """Return how to treat samples like these: equal passes, further ones for noisy samples, or passes for a choice.
-
-    `everyone`: their scores by `score_everyone`.  At a cost of one or more, samples are left out only where this takes
-    three quarters of the variance, and where what everyone has is not small anyway.  For entries to which few samples
-    contribute suffer from it, which the sum of variances does not show.
+    At a cost of one or more, samples are left out only where this takes three quarters of the variance, and where what
+    everyone has is not small anyway.  For entries to which few samples contribute suffer from it, which the sum of
+    variances does not show.
     """
-    cost, n, total = estimator.cost, len(some.trace), float(some.trace.sum())
+    cost, n, total = estimator.cost, len(scores.trace), float(scores.trace.sum())
     if 3 * cost <= 1 or not total:
-        return "alike"
-    found: Strategy = "alike"
-    equal = estimator.allocation(n).variance(some)
-    kept = allocate_to_everyone(everyone, 3 * (cost - 1) * n).variance(everyone) if cost >= 1 else math.inf
-    if kept < _FEWER * equal:
-        found = "everyone"
-    limit = min(kept, equal) * (_LEFT_OUT if cost >= 1 else _FEWER)
-    if cost >= 1 and n * min(kept, equal) < _SMALL * total**2:
+        return Plan("alike")
+    equal = least = variance(scores, scores.with_passes(estimator.mean_passes), min(1.0, cost))
+    found, gains = Plan("alike"), scores.gains
+    for base in range(1, min(math.floor(estimator.mean_passes), gains.shape[1]) + 1) if cost >= 1 else ():
+        own = best_rows(gains, estimator.rows(n, base), base - 1)
+        kept = variance(scores, scores.noise.gather(1, own[:, None])[:, 0])
+        if kept < min(_FEWER * equal, least):
+            found, least = Plan("everyone", base), kept
+    if cost >= 1 and n * least < _SMALL * total**2:
         return found
-    return "chosen" if allocate(some, (3 * cost - 1) * n).variance(some) < limit else found
+    limit = least * (_LEFT_OUT if cost >= 1 else _FEWER)
+    return Plan("chosen") if allocate(scores, n * (cost - 1 / 3)).variance(scores) < limit else found
 
 
 def chosen(keep: Tensor, generator: torch.Generator) -> Tensor:
@@ -187,21 +151,6 @@ def in_full_groups(keep: Tensor, size: int, generator: torch.Generator) -> Tenso
         return keep
     wanted = math.floor(expected / size + start) * size
     return torch.where(keep < 1, (keep * (wanted / expected)).clamp(max=1), keep)
-
-
-def groups(passes: Tensor, size: int) -> list[int]:
-    """Sizes of groups that samples in descending order of their numbers of passes [n] are divided into.
-
-    At most `size` of them.  A sixteenth of it with the same number is worth a group of its own, fewer join the next
-    ones: with a quarter, a few noisy samples would give many others passes, and cost up to a fifth more than was asked.
-    """
-    found, open_ = [], 0
-    for same in passes.unique_consecutive(return_counts=True)[1].tolist():  # type: ignore[no-untyped-call]
-        full, open_ = divmod(open_ + same, size)
-        found += [size] * full
-        if 16 * open_ >= size:
-            found, open_ = [*found, open_], 0
-    return [*found, open_] if open_ else found
 
 
 def _random(generator: torch.Generator) -> Tensor:

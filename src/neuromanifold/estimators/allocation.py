@@ -1,42 +1,39 @@
-"""Passes where the noise is: which samples are worth several of them, and which can be left out at times.
+"""Rows where the noise is: which samples are worth several of them, and which can be left out at times.
 
-A sample's output distributions say, before any backward pass, how large its part of F is and how noisy an estimate of
+A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  Each sample that is
+kept has one row with a probe.  Its m leading eigenvectors may have rows of their own, ±√λ_i v_i, in which nothing is
+random; the probe is then one of what is left, M - Σ_{i<=m} λ_i v_i v_iᵀ.  All rows cost the same, so that any of them
+can be together in a full batch.
+
+A sample's output distribution says, before any backward pass, how large its part of F is and how noisy an estimate of
 it would be.  On average over directions of J, and up to one factor for all samples, with t = tr M and q = ‖M‖²,
 
-    F² = t² + 2q        and the variance of m passes is 2 S²_m,        S²_1 = t² - q        (`remaining_noise`).
+    F² = t² + 2q        and the variance is 2 S²_m,        S²_0 = t² - q,        S²_m = S²_{m-1} - 2 λ_m Σ_{i>m} λ_i.
+
+So what a row takes from the noise falls with m, and the best rows are those that take most: a single threshold.
 
 A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
-Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q), and costs π(1 + 2m) forward passes.  The smallest
-Σ V at a given cost, but for some percent, has one number μ for all samples:
+Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q).  The smallest Σ V for a number of rows has one price μ
+of a row for all samples, in units of variance:
 
-    π = min(1, t/√μ)        m = argmin S²_m + μm, which is 1 wherever π < 1.
+    π = min(1, t √(3/μ))        and a row for each eigenvector that takes more than μ.
 
-Proof.  For m = 1 the variance is 3t²/π - (t² + 2q), so ∂/∂π of variance + 3μπ is zero at π = t/√μ.  With π = 1 the
-choice of m minimises 2 S²_m + 2μm.  Several passes cannot pay for t² < μ, since S²_1 <= t².  (For t² a little above μ,
-several passes with π < 1 can be better than one or two with π = 1, by less than a hundredth of variance + μ cost.)
-
-Or everyone is kept: each sample has the pass of its batch, in which noisy ones send their leading eigenvector alone.
-These are then regrouped for the m - 1 passes that are left to them.  The outputs that scores are made of are those that
-the first pass goes back from, so this costs 3 forward passes for a sample and 1 + 2(m - 1) more for a noisy one, and
-
-    m = argmin S²_m + μ(m - 1/2) [m >= 2],        where the first of m >= 2 passes is the leading eigenvector's.
+Proof.  For m = 0, V = 3t²/π - (t² + 2q), so ∂/∂π of V + μπ is zero there.  For π < 1 no eigenvector takes as much: it
+is 3t² < μ, and 2 S²_0 <= 2t².  (For t² a little above μ/3, an eigenvector's row and π < 1 can be better, by less than a
+hundredth of variance + μ rows.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuromanifold.core import Categorical, Core
-from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.estimators.orthogonal import least_noise
+from neuromanifold.estimators.orthogonal import least_noise, noise_without
 
-EIGENPAIRS = 8  # of a sample, at most, that may have passes of their own
-_GAP = 1e-3  # between the two largest eigenvalues, at least, for an eigenvector that is computed again later
+EIGENPAIRS = 9  # of a sample, at most, that may have passes or rows of their own: all of them for ten classes
 
 
 class Scores(NamedTuple):
@@ -44,189 +41,123 @@ class Scores(NamedTuple):
 
     trace: Tensor  # [n] t, over all positions of a sample
     squared_norm: Tensor  # [n] q
-    noise: Tensor  # [n, j] S²_m for the j-th of `passes`
-    passes: Tensor  # [j] numbers of passes to choose from
+    values: Tensor  # [n, k] the leading eigenvalues, zero where they are not known
+    noise: Tensor  # [n, k + 1] S²_m of a probe without the m leading eigenvectors
+    rank: int
+
+    @staticmethod
+    def of(
+        trace: Tensor, squared_norm: Tensor, rank: int, rows: Tensor | None = None, values: Tensor | None = None
+    ) -> Scores:
+        """Scores of samples, of some of which, `rows` [c], the leading eigenvalues [c, k] are known."""
+        t, q = trace.double(), squared_norm.double()
+        one, k = (t.square() - q).clamp(min=0), 0 if values is None else values.shape[-1]
+        known, noise = torch.zeros(len(t), k, dtype=torch.float64), one[:, None].repeat(1, k + 1)
+        if rows is not None and values is not None:
+            known[rows] = torch.where(t[rows, None] > 0, values.double(), 0.0)
+            noise[rows] = noise_without(known[rows], t[rows], q[rows], rank)
+        return Scores(t, q, known, noise, rank)
+
+    def only(self, rows: Tensor) -> Scores:
+        """The scores of some of the samples."""
+        return Scores(self.trace[rows], self.squared_norm[rows], self.values[rows], self.noise[rows], self.rank)
 
     @property
     def fisher(self) -> Tensor:
         """F² on average over directions of J, [n]."""
         return self.trace.square() + 2 * self.squared_norm
 
-    def of(self, rows: Tensor) -> Scores:
-        """The scores of some of the samples."""
-        return Scores(self.trace[rows], self.squared_norm[rows], self.noise[rows], self.passes)
+    @property
+    def gains(self) -> Tensor:
+        """How much of the variance a row for each eigenvector takes, [n, k], falling from left to right."""
+        return 2 * (self.noise[:, :-1] - self.noise[:, 1:]).clamp(min=0)
 
-    @staticmethod
-    def joined(parts: list[Scores]) -> Scores:
-        """The scores of several batches, which have the same numbers of passes to choose from."""
-        trace, squared_norm, noise, passes = zip(*parts, strict=True)
-        return Scores(torch.cat(trace), torch.cat(squared_norm), torch.cat(noise), passes[0])
+    def with_passes(self, passes: float) -> Tensor:
+        """S² of the same number of passes for all, [n], of whom all eigenvalues are known, or none are.
 
-    def at(self, passes: Tensor) -> Tensor:
-        """S²_m for m passes, [n]; numbers of passes in between are interpolated."""
-        j = torch.searchsorted(self.passes, passes).clamp(1, max(1, len(self.passes) - 1))
-        if len(self.passes) == 1:
-            return self.noise[:, 0]
-        below, above = self.passes[j - 1], self.passes[j]
-        share = ((passes - below) / (above - below)).clamp(0, 1)
-        low, high = (self.noise.gather(-1, k[:, None])[:, 0] for k in (j - 1, j))
-        return low + share * (high - low)
+        Between two numbers of passes it is interpolated.
+        """
+        low, share = math.floor(passes), passes - math.floor(passes)
+        choices = torch.tensor([min(m, self.rank) for m in (low, low + 1)], dtype=torch.float64)
+        noise = least_noise(self.values, self.trace, self.squared_norm, self.rank, choices)
+        return noise[:, 0] + share * (noise[:, 1] - noise[:, 0])
 
 
 class Allocation(NamedTuple):
-    """How often each sample is kept, and with how many passes."""
+    """How often each sample is kept, and how many of its eigenvectors have rows of their own."""
 
     keep: Tensor  # [n] π
-    passes: Tensor  # [n] m
-    price: float  # μ
+    own: Tensor  # [n] m
+
+    @staticmethod
+    def alike(samples: int, keep: float = 1.0) -> Allocation:
+        """Return the allocation with a probe for each sample that is kept, all with the same probability."""
+        return Allocation(torch.full((samples,), keep, dtype=torch.float64), torch.zeros(samples, dtype=torch.long))
+
+    def only(self, rows: Tensor) -> Allocation:
+        """That of some of the samples."""
+        return Allocation(self.keep[rows], self.own[rows])
+
+    def noise(self, scores: Scores) -> Tensor:
+        """S²_m of each sample, [n]."""
+        return scores.noise.gather(1, self.own[:, None])[:, 0]
+
+    def rest(self, scores: Scores) -> Tensor:
+        """The trace of what is left for each sample's probe, [n]."""
+        index = torch.arange(scores.values.shape[1])
+        return (scores.trace - torch.where(index < self.own[:, None], scores.values, 0.0).sum(1)).clamp(min=0)
 
     def variance(self, scores: Scores) -> float:
         """Predict Σ V, in units of `Scores`."""
-        kept = self.keep > 0
-        pi, noise, fisher = self.keep[kept], scores.at(self.passes)[kept], scores.fisher[kept]
-        return float((2 * noise / pi + (1 / pi - 1) * fisher).sum())
+        return variance(scores, self.noise(scores), self.keep)
 
     @property
-    def cost(self) -> float:
-        """The expected number of forward passes of a sample, where a backward pass counts two."""
-        return float((self.keep * (1 + 2 * self.passes)).sum())
-
-    @property
-    def extra_cost(self) -> float:
-        """The number of forward passes besides those of all batches, where everyone is kept."""
-        return float(_extra(self.passes).sum())
+    def rows(self) -> float:
+        """The expected number of rows."""
+        return float((self.keep + self.own).sum())
 
 
-def several_passes(samples: int, passes: float) -> Allocation:
-    """Return the allocation by which all samples are kept and have the same number of passes."""
-    ones = torch.ones(samples, dtype=torch.float64)
-    return Allocation(ones, ones * passes, 0.0)
+def variance(scores: Scores, noise: Tensor, keep: Tensor | float = 1.0) -> float:
+    """Predict Σ V of samples with this S² [n] that are kept with probability π."""
+    pi = torch.as_tensor(keep, dtype=torch.float64).expand(len(noise))
+    kept = pi > 0
+    pi = pi[kept]
+    return float((2 * noise[kept] / pi + (1 / pi - 1) * scores.fisher[kept]).sum())
 
 
-def score(
-    trace: Tensor, squared_norm: Tensor, rank: int, core_of: Callable[[Tensor], Core] | None, budget: float
-) -> Scores:
-    """Return scores of samples on which a budget of forward passes may be spent.
+def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
+    """Return how many eigenvectors of each sample are among the `count` with the largest gains, [n].
 
-    `core_of` gives the output distributions of some of the samples, if each has a single one.  Their eigenvalues are
-    computed only where several passes may pay: the price μ of one pass for each sample is a lower bound.
+    `least`: of as many from the first on, all samples have rows anyway, which are not counted.
     """
-    t, q = trace.double().cpu(), squared_norm.double().cpu()
-    one = (t.square() - q).clamp(min=0)
-    choices = torch.tensor(_choices(rank if core_of is not None else 2**30), dtype=torch.float64)
-    noise = one[:, None] / choices
-    if core_of is not None and rank > 1:
-        noisy = (one > _price_of_one_pass(t, budget)).nonzero()[:, 0]
-        table = _table(core_of, noisy, t, q, rank, choices, least=0)
-        noise[noisy] = noise[noisy] if table is None else table
-    return Scores(t, q, noise, choices)
+    own = torch.full((len(gains),), least, dtype=torch.long)
+    found = gains[:, least:].flatten().topk(max(0, min(count, gains[:, least:].numel())))
+    samples = found.indices[found.values > 0] // max(1, gains.shape[1] - least)
+    return own.index_add_(0, samples, torch.ones_like(samples))
 
 
-def score_everyone(
-    trace: Tensor, squared_norm: Tensor, rank: int, core_of: Callable[[Tensor], Core] | None, budget: float
-) -> Scores:
-    """Scores where everyone is kept: several passes for those samples that have the most noise in one, if for any.
-
-    The others are given no less noise for more passes.  `budget`: forward passes that may be spent on further passes.
-    Eigenvalues are computed for four times as many samples as could have two passes at this budget.
-    """
-    t, q = trace.double().cpu(), squared_norm.double().cpu()
-    one = (t.square() - q).clamp(min=0)
-    choices = torch.tensor(_choices(rank if core_of is not None else 1), dtype=torch.float64)
-    noise = one[:, None].repeat(1, len(choices))
-    most = min(len(t), math.ceil(4 * budget / 3) + 16 if budget > 0 else 0)
-    if core_of is not None and rank > 1 and most:
-        noisy = one.topk(most).indices.sort().values
-        table = _table(core_of, noisy[one[noisy] > 0], t, q, rank, choices, least=1)
-        if table is not None:
-            noise[noisy[one[noisy] > 0]] = table
-    return Scores(t, q, noise, choices)
+def among_the_best(gains: list[Tensor], count: int) -> int:
+    """How many of the last of these gains are among the `count` largest of all."""
+    every = torch.cat(gains)
+    count = min(count, len(every))
+    return int((gains[-1] >= every.topk(count).values[-1]).sum()) if count > 0 else 0
 
 
-def _table(
-    core_of: Callable[[Tensor], Core], rows: Tensor, t: Tensor, q: Tensor, rank: int, choices: Tensor, least: int
-) -> Tensor | None:
-    """S²_m of some samples for each number of passes [k, j]; `least`: how many of several are eigenvectors'."""
-    core = core_of(rows) if len(rows) else None
-    if not isinstance(core, (Categorical, DiagonalCore)):
-        return None
-    values = core.spectrum(min(EIGENPAIRS, rank - 1)).values.double().cpu()
-    table = least_noise(values, t[rows], q[rows], rank, choices, least)
-    if least:  # the first eigenvector is computed twice, and must be the same one
-        second = values[:, 1] if values.shape[1] > 1 else t[rows] - values[:, 0]
-        table = torch.where((second > (1 - _GAP) * values[:, 0])[:, None], table[:, :1], table)
-    return table
-
-
-def _price_of_one_pass(trace: Tensor, budget: float) -> float:
-    """μ with Σ 3 min(1, t/√μ) = budget, which is what one pass for each sample costs; 0 if all can have one."""
-    t = trace[trace > 0].sort().values
-    if 3 * len(t) <= budget or not len(t):
-        return 0.0
-    if budget <= 0:
-        return math.inf
-    sums, larger = t.cumsum(0), torch.arange(len(t) - 1, -1, -1, dtype=t.dtype)
-    last = int((sums / t + larger >= budget / 3).nonzero()[-1])  # of those with t <= √μ
-    return float(sums[last] / (budget / 3 - larger[last])) ** 2
-
-
-def allocate(scores: Scores, budget: float) -> Allocation:
-    """Return the allocation with the least Σ V at a budget of forward passes for all samples, by bisection for μ."""
-    best = Allocation((scores.trace > 0).double(), scores.passes[scores.noise.argmin(-1)], 0.0)
-    if best.cost <= max(budget, 0.0):
-        return best
-    lowest = _price_of_one_pass(scores.trace, budget)
-    noisy = (scores.noise[:, 0] > lowest).nonzero()[:, 0]  # who else could have several passes
-    table, ones = scores.noise[noisy], torch.ones_like(scores.trace)
+def allocate(scores: Scores, rows: float) -> Allocation:
+    """Return the allocation with the least Σ V for a number of rows, by bisection for μ."""
+    gains = scores.gains
 
     def at(price: float) -> Allocation:
-        passes = ones.index_copy(0, noisy, scores.passes[(table + price * scores.passes).argmin(-1)])
-        keep = (scores.trace / math.sqrt(price)).clamp(max=1)
-        return Allocation(torch.where(passes > 1, 1.0, keep), passes, price)
-
-    return _by_bisection(at, lambda price: at(price).cost <= budget, max(lowest, 1e-300), scores)
-
-
-def allocate_to_everyone(scores: Scores, budget: float, least: int = 0) -> Allocation:
-    """Return the allocation with the least Σ V in which everyone is kept; `budget`: that for passes but the first.
-
-    `least`: 1 if these samples have at least two passes.
-    """
-    noise, passes = scores.noise[:, least:], scores.passes[least:]
-    costs = _extra(passes)
-
-    def at(price: float) -> Allocation:
-        best = (noise + price / 2 * costs).argmin(-1) if price < math.inf else torch.zeros(len(noise), dtype=torch.long)
-        return Allocation(torch.ones_like(scores.trace), passes[best], price)
+        keep = (scores.trace * math.sqrt(3 / price)).clamp(max=1) if price else (scores.trace > 0).double()
+        return Allocation(keep, ((gains > price) & (keep >= 1)[:, None]).sum(1))
 
     best = at(0.0)
-    if best.extra_cost <= budget or not len(noise):
+    if best.rows <= max(rows, 0.0):
         return best
-    if at(math.inf).extra_cost > budget:
-        return at(math.inf)
-    return _by_bisection(at, lambda price: at(price).extra_cost <= budget, 1e-300, scores)
-
-
-def _extra(passes: Tensor) -> Tensor:
-    """Forward passes for those that are regrouped: the forward pass again, and all backward passes but the first."""
-    return torch.where(passes > 1, 2 * passes - 1, 0.0)
-
-
-def _by_bisection(
-    at: Callable[[float], Allocation], fits: Callable[[float], bool], low: float, scores: Scores
-) -> Allocation:
-    """The allocation at the least price at which it fits into a budget, to a thousandth."""
-    high = max(low, 1e-20 * max(float(scores.trace.amax()), 1e-100) ** 2)
-    while not fits(high):
+    low = high = 1e-20 * max(float(scores.trace.amax()), 1e-100) ** 2
+    while at(high).rows > rows:
         low, high = high, high * 2.0**16
     while high > 1.001 * low:
         middle = math.sqrt(low) * math.sqrt(high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if at(middle).rows <= rows else (middle, high)
     return at(high)
-
-
-def _choices(rank: int) -> list[int]:
-    """Numbers of passes to choose from, up to the rank, from which on nothing is random."""
-    dense = list(range(1, EIGENPAIRS + 2))
-    sparse = [round(3 * 2 ** (k / 2)) for k in range(4, 40)]  # 12, 17, 24, 34, ...
-    return sorted({m for m in (*dense, *sparse) if m < min(rank, 2**12)} | {max(1, min(rank, 2**12))})

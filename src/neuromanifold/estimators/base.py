@@ -29,19 +29,6 @@ class NoiseFactors(NamedTuple):
     token: float = 0.0
 
 
-class Apart(NamedTuple):
-    """Samples of a pass whose squares have another noise factor than those of the other samples of the batch."""
-
-    rows: Tensor  # [k] indices of these samples
-    others: Tensor  # [n - k] indices of all others
-    noise_factor: float  # of these samples' squares
-
-    def factors(self, otherwise: float, like: Tensor) -> Tensor:
-        """Return the noise factor of each sample, [n]."""
-        found = like.new_full((len(self.rows) + len(self.others),), otherwise)
-        return found.index_fill_(0, self.rows.to(like.device), self.noise_factor)
-
-
 class Estimator(ABC):
     """Base class of all estimators: how cotangents u with E[u uᵀ] = M are made from a core.
 

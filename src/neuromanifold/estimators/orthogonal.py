@@ -45,22 +45,21 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     which is half the variance of an entry (`bounds.orthogonal_probe_variance`) on average over directions of J, where
     the axes are eigenvectors.  One pass at least is for the rest.
     """
-    products = _products(values, trace, squared_norm, d)
+    products = noise_without(values, trace, squared_norm, d)
     own = torch.arange(min(products.shape[-1], m), device=values.device)
     return products[..., : len(own)] * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
 
 
-def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: Tensor, least: int = 0) -> Tensor:
-    """The least of `remaining_noise` for each number of passes m [j], with `least` own passes if possible, [n, j]."""
-    products = _products(values, trace, squared_norm, d)  # [n, k + 1]
+def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: Tensor) -> Tensor:
+    """The least of `remaining_noise` for each number of passes m [j], [n, j]."""
+    products = noise_without(values, trace, squared_norm, d)  # [n, k + 1]
     m, own = m.to(products)[:, None], torch.arange(products.shape[-1], device=products.device)
     factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
-    allowed = (own < m) & (own >= (m - 1).clamp(max=min(least, products.shape[-1] - 1)))
-    return (products[:, None] * factors).masked_fill_(~allowed, math.inf).amin(-1)
+    return (products[:, None] * factors).masked_fill_(own >= m, math.inf).amin(-1)
 
 
-def _products(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
-    """R² - Q of what is left without 0, 1, ... leading eigenvectors, [..., k + 1]."""
+def noise_without(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
+    """R² - Q of what is left without 0, 1, ... leading eigenvectors, S² of a single pass for that, [..., k + 1]."""
     values = values[..., : min(values.shape[-1], d)].double()
     k = values.shape[-1]
     last = values[..., -1] if k else trace.double()
@@ -87,14 +86,14 @@ class Leading(NamedTuple):
         return self.variance / self.fisher if self.fisher > 0 else 0.0
 
 
-def leading(core: Core, k: int, passes: int, least: int = 0) -> Leading:
-    """The k >= 1 leading eigenpairs, and how many of them get one of so many passes for themselves, `least` at least.
+def leading(core: Core, k: int, passes: int) -> Leading:
+    """The k >= 1 leading eigenpairs, and how many of them get one of so many passes for themselves.
 
     That is decided for the whole batch, by the predicted noise, and kept on the core: computed once, read back from a
     GPU once.  What was found under torch.no_grad() is kept apart, since it cannot be differentiated.
     """
-    kept: dict[tuple[int, int, int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
-    key = k, passes, least, torch.is_grad_enabled()
+    kept: dict[tuple[int, int, bool], Leading] = core.__dict__.setdefault("_leading_eigenpairs", {})
+    key = k, passes, torch.is_grad_enabled()
     if key not in kept:
         spectrum = core.spectrum(k)
         with torch.no_grad():
@@ -103,8 +102,8 @@ def leading(core: Core, k: int, passes: int, least: int = 0) -> Leading:
             fisher = (trace.square() + 2 * squared_norm).sum()
         sums = torch.cat([noise.reshape(-1, noise.shape[-1]).sum(0), fisher[None]])
         *total, square = sums.nan_to_num(0.0).tolist()
-        best = min(total[least:])
-        kept[key] = Leading(spectrum, total.index(best, least), 2 * best, square)
+        best = min(total)
+        kept[key] = Leading(spectrum, total.index(best), 2 * best, square)
     return kept[key]
 
 
@@ -113,7 +112,7 @@ def own_passes(core: Core, k: int, passes: int) -> int:
     return leading(core, min(k, core.rank), passes).own if k else 0
 
 
-def leading_columns(core: Core, k: int, passes: int, least: int = 0) -> tuple[Tensor, Tensor]:
+def leading_columns(core: Core, k: int, passes: int) -> tuple[Tensor, Tensor]:
     """√λ_i v_i of the eigenvectors that have passes of their own, and of those that have signs of their own, [..., C].
 
     The latter only if a single pass is left for all the rest: with signs along eigenvectors it has the least noise.
@@ -121,16 +120,14 @@ def leading_columns(core: Core, k: int, passes: int, least: int = 0) -> tuple[Te
     empty = torch.zeros((*core.batch_shape, 0, core.dim), dtype=core.dtype, device=core.device)
     if not k:
         return empty, empty
-    spectrum, own, *_ = leading(core, min(k, core.rank), passes, least)
+    spectrum, own, *_ = leading(core, min(k, core.rank), passes)
     columns = spectrum.factor()
     return columns[..., :own, :], columns[..., own:, :] if passes - own == 1 else empty
 
 
-def peeled(
-    core: Core, k: int, passes: int, generator: torch.Generator, noise: str = "rademacher", least: int = 0
-) -> Iterator[Tensor]:
+def peeled(core: Core, k: int, passes: int, generator: torch.Generator, noise: str = "rademacher") -> Iterator[Tensor]:
     """Eigenvectors √λ_i v_i where that pays (`leading`), then √(d/m) S B h_j for all the rest; without random signs."""
-    own, signed = leading_columns(core, k, passes, least)  # [..., k, C]
+    own, signed = leading_columns(core, k, passes)  # [..., k, C]
     yield from own.unbind(-2)
     m = passes - own.shape[-2]
     if m == 1 and noise == "rademacher":
@@ -167,6 +164,22 @@ def all_the_rest(core: Core, own: Tensor, signed: Tensor, generator: torch.Gener
     probe = (random_signs(core, signed.shape[-2], generator)[..., None] * signed).sum(-2)
     noise_dim, mix = remainder(core, torch.cat([own, signed], dim=-2))
     return probe + mix(random_signs(core, noise_dim, generator)) if noise_dim else probe
+
+
+def probe_without(core: Core, pairs: Spectrum, own: Tensor, generator: torch.Generator) -> Tensor:
+    """One probe for all but the `own` [n] leading eigenvectors of each distribution: Σ ±√λ_i v_i over the others.
+
+    What is left of M beyond the given eigenpairs has random signs along classes: S ξ without its parts along the v_i.
+    """
+    columns = pairs.factor()  # [n, k, C]
+    signs = random_signs(core, columns.shape[-2], generator)
+    others = torch.arange(columns.shape[-2]) >= own[:, None]
+    probe = ((signs * others.to(signs.device))[..., None] * columns).sum(-2)
+    if columns.shape[-2] == core.rank:
+        return probe
+    rest = core.factor(random_signs(core, core.dim, generator))
+    along = (pairs.vectors * rest[..., None, :]).sum(-1, keepdim=True)
+    return probe + rest - (along * pairs.vectors).sum(-2)
 
 
 def orthonormal_noise(

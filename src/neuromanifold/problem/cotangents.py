@@ -15,7 +15,7 @@ from torch import Tensor
 from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
 from neuromanifold.core.checks import message
 from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.estimators import Apart, Estimator, NoiseFactors
+from neuromanifold.estimators import Estimator, NoiseFactors
 from neuromanifold.kernels.values import Probe
 from neuromanifold.problem.outputs import Outputs
 
@@ -184,7 +184,6 @@ class Cotangent(NamedTuple):
     to_come: int  # how many cotangents of the batch are still to come, this one included
     passes: int = 1  # how many there are
     weights: Tensor | None = None  # [B] 1/π, for samples that were kept with probability π
-    apart: Apart | None = None  # samples whose squares have another noise
 
 
 def cotangents(
@@ -218,13 +217,6 @@ def weighted(drawn: Iterator[Cotangent], keep: Tensor, mean_keep: float) -> Iter
         batch, sample, token = one.noise_factors
         factors = NoiseFactors(mean_keep * batch + missed, mean_keep * sample + missed, token)
         yield one._replace(values=values, noise_factors=factors, weights=1 / keep)
-
-
-def with_eigenvectors(drawn: Iterator[Cotangent], columns: Tensor, apart: Apart) -> Iterator[Cotangent]:
-    """Cotangents of a single pass, in which some samples have ±√λ₁v₁ [k, C] in place of a probe: without noise."""
-    for one in drawn:
-        columns, rows = columns.to(one.values.dtype), apart.rows.to(one.values.device)
-        yield one._replace(values=one.values.index_copy(0, rows, columns), apart=apart)
 
 
 def _fused(

@@ -330,8 +330,8 @@ class PerSample(Method):
             gradients = backward(logits, sent, sums, made_by, keep_graph=keep)
             if self._remaining_per_batch and remaining:
                 sums.add(gradients, made_by)
-            for n, single in enumerate(by_sample(values) if one_by_one else ()):
-                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_sample(n))
+            for single in by_sample(values) if one_by_one else ():
+                sums.add(backward.remaining_gradients(logits, single, one_by_one), made_by.of_one_sample)
                 self.passes += 1
             sums.end_pass()
             self.passes += 1
@@ -343,7 +343,7 @@ class PerSample(Method):
     def _pass(self, cotangent: Cotangent, scale: float, more: bool = False) -> Pass:
         """Describe the backward pass of a cotangent, multiplied by `scale`, to the accumulator."""
         more, independent = more or cotangent.to_come > 1, self.settings.estimator.independent_passes
-        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights, cotangent.apart)
+        return Pass(scale, cotangent.noise_factors, independent, more, cotangent.weights)
 
     def scale_of(self, logits: Tensor, drawn: Iterable[Tensor], backward: PerSampleBackward) -> float:
         """Return a scale by which no gradient of these cotangents overflows in float16; 1 without float16."""

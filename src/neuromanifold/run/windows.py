@@ -1,78 +1,94 @@
-"""Adaptive passes: passes for the samples that are worth them, in windows of some batches.
+"""Adaptive passes: rows for the samples that are worth them, in windows of some batches.
+
+A row is a sample in a batch, with a cotangent of its own (estimators/allocation.py).
 
 for each window of batches
     outputs of its first batch                      captured; the scores of its samples decide (estimators/adaptive.py)
     alike                                           backward follows for each batch, with equal passes for all samples
-    everyone                                        backward follows for each batch; noisy samples send an eigenvector,
-                                                    and are regrouped for the passes that are left to them
+    everyone                                        backward follows for each batch; what the probes of noisy samples
+                                                    are without comes in rows of eigenvectors, at the end
     chosen                                          outputs of all batches first, without a graph, for scores alone;
-                                                    then those that are kept are regrouped by their numbers of passes
-Regrouped samples: forward, and as many backward passes as are best for the group.
+                                                    then rows of those that are kept, and rows of eigenvectors
+Rows are taken from batches of the same kind and make full batches: forward, and a single backward pass.
 
 All random numbers of a window follow from the seed and the numbers of its batches.  No more than one graph is held.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuromanifold.core import Core
+from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message
-from neuromanifold.estimators import Apart
-from neuromanifold.estimators.adaptive import (
-    Adaptive,
-    AfterFirst,
-    chosen,
-    groups,
-    in_full_groups,
-    several,
-    strategy,
-)
+from neuromanifold.core.diagonal import DiagonalCore
+from neuromanifold.core.spectrum import Spectrum
+from neuromanifold.estimators import Hutchinson, NoiseFactors
+from neuromanifold.estimators.adaptive import Adaptive, Plan, chosen, in_full_groups, plan, several
 from neuromanifold.estimators.allocation import (
+    EIGENPAIRS,
     Allocation,
     Scores,
     allocate,
-    allocate_to_everyone,
-    score,
-    score_everyone,
-    several_passes,
+    among_the_best,
+    best_rows,
 )
 from neuromanifold.estimators.base import random_signs
+from neuromanifold.estimators.orthogonal import probe_without
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch, SomeSamples, Taken, gather, kind_of
-from neuromanifold.problem.cotangents import weighted, with_eigenvectors
+from neuromanifold.problem.cotangents import Cotangent, weighted
 from neuromanifold.problem.outputs import Outputs
 from neuromanifold.problem.suspicions import samples_influence_each_other
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
 
+_EIGENVECTORS = NoiseFactors(batch=Hutchinson.noise_factor)  # their signs are random, which only a batch's sum shows
 
-class _Scored(NamedTuple):
-    """A batch with what scores need of its outputs."""
+
+class _Seen(NamedTuple):
+    """A batch with what scores need of its outputs, on the device."""
 
     batch: Batch
     trace: Tensor  # [B] tr M, over all positions of a sample
     squared_norm: Tensor  # [B] ‖M‖²
     rank: int
-    logits: Tensor | None  # [B, C], if a sample has a single output distribution
+    logits: Tensor | None  # [B, C], if a sample has a single output distribution of known eigenvectors
 
     @property
     def samples(self) -> int:
         return len(self.trace)
 
 
-class _Noisy(NamedTuple):
-    """Samples of a batch whose leading eigenvectors have been sent back, and what their further passes need."""
+class _Pairs(NamedTuple):
+    """The leading eigenpairs of some samples of a window."""
+
+    numbers: Tensor  # of these samples, [c]
+    logits: Tensor  # [c, C]
+    spectrum: Spectrum
+
+    def of(self, numbers: Tensor) -> _Pairs:
+        """The eigenpairs of some of these samples."""
+        places = self.numbers.new_zeros(int(self.numbers.max()) + 1)
+        places[self.numbers] = torch.arange(len(self.numbers))
+        rows = places[numbers].to(self.logits.device)
+        values, vectors = self.spectrum
+        return _Pairs(numbers, self.logits[rows], Spectrum(values[rows], vectors[rows]))
+
+
+class _Columns(NamedTuple):
+    """Eigenvectors ±√λ_i v_i of some samples of a batch, which have rows of their own."""
 
     taken: Taken
     kind: object
-    scores: Scores
-    logits: Tensor  # [k, C], from which all their passes are made
+    logits: Tensor  # [k, C] of these samples
+    owner: Tensor  # [r] which of them each eigenvector is of
+    values: Tensor  # [r, C]
 
 
 class AdaptiveSteps:
@@ -82,7 +98,7 @@ class AdaptiveSteps:
         assert isinstance(method.settings.estimator, Adaptive)
         self._method, self._problem, self._estimator = method, method.problem, method.settings.estimator
         self._sums, self._counts = sums, counts
-        self._compared = False  # whether regrouped samples have the logits that they had before
+        self._compared = False  # whether samples in rows have the logits that they had before
 
     def __call__(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Outputs]]:
         """Return each batch with its outputs; at the end of these, all passes of the window are done."""
@@ -94,14 +110,13 @@ class AdaptiveSteps:
             advice = "Use passes=1 or more: then batches are left as they are."
             got = "batches that cannot be split, or samples that influence each other"
             raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
-        scored = self._scored(first, outputs)
-        scores = self._scores([scored])
-        everyone = self._scores_of_everyone(scored)
-        how = strategy(self._estimator, scores, everyone) if regroups else "alike"
+        seen = self._see(first, outputs)
+        scores, _ = self._scores([seen], seen.samples)
+        how, base = plan(self._estimator, scores) if regroups else Plan("alike")
         if how == "chosen":
-            return self._by_scores(scored, [first, *rest], outputs)
+            return self._by_scores(seen, [first, *rest], outputs)
         if how == "everyone":
-            return self._everyone(scored, everyone, rest, outputs)
+            return self._everyone(seen, rest, outputs, base)
         equal = self._at_random if self._estimator.cost < 1 else self._alike
         return equal(scores, chain([first], rest), outputs)
 
@@ -122,149 +137,122 @@ class AdaptiveSteps:
 
     def _alike(self, scores: Scores, batches: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
         """Equal numbers of passes for all samples; `scores` are those of the first batch, for the others, too."""
+        passes = self._estimator.mean_passes
+        noise = scores.with_passes(passes)
         for i, batch in enumerate(batches):
             outputs = self._method.forward(batch) if i else outputs
             self._method.complete(batch, outputs, self._sums, self._estimator.alike(batch.number))
             self._sums.synchronize()
-            self._note_noise(scores, self._estimator.allocation(len(scores.trace)))
+            self._note_noise(scores, noise, scores.trace.square() if passes <= 1 else noise)
             yield batch, outputs.detached()
 
     # --------------------------------------------------------------------------------------------- everyone is kept
 
     def _everyone(
-        self, scored: _Scored, scores: Scores, rest: Iterator[Batch], outputs: Outputs
+        self, seen: _Seen, rest: Iterator[Batch], outputs: Outputs, base: int
     ) -> Iterator[tuple[Batch, Outputs]]:
-        """One pass for each sample of each batch, and further ones for the noisy samples of the window.
+        """`base` passes for each sample of each batch, and rows for eigenvectors of the noisy samples of the window.
 
-        Which samples are noisy follows from the outputs of their batch and of those before it.
+        Which these are follows from the outputs of their batch and of those before it.
         """
-        noisy, seen, budget, size = list[_Noisy](), list[Scores](), 0.0, 1
-        for batch in chain([scored.batch], rest):
-            if batch is not scored.batch:
+        before, later, samples, size = list[Tensor](), list[_Columns](), 0, 1
+        for batch in chain([seen.batch], rest):
+            if batch is not seen.batch:
                 outputs = self._method.forward(batch)
-                scored = self._scored(batch, outputs)
-                scores = self._scores_of_everyone(scored)
-            size, budget = max(size, scored.samples), budget + self._extra_budget(scored.samples)
-            spent = 3 * sum(len(one.logits) for one in noisy)
-            rows, passes = _worth_more(scores, seen, budget, budget - spent)
+                seen = self._see(batch, outputs)
+            size, samples = max(size, seen.samples), samples + seen.samples
+            rows, left = (self._estimator.rows(n, base) for n in (seen.samples, samples))
+            scores, pairs = self._scores([seen], seen.samples if base > 1 else 2 * rows + 8)
+            passes = min(base, max(1, scores.gains.shape[1]))
+            before.append(scores.gains[:, passes - 1 :].flatten())
+            wanted = among_the_best(before, left)
+            left -= sum(len(one.owner) for one in later)
+            own = torch.where(scores.trace > 0, best_rows(scores.gains, min(wanted, left), passes - 1), 0)
             self._method.seed(batch.number)
-            drawn = self._method.cotangents(outputs, several(1))
-            if len(rows):
-                assert scored.logits is not None
-                own, logits = scores.of(rows), scored.logits[rows.to(scored.logits.device)]
-                drawn = with_eigenvectors(drawn, *self._eigenvectors(logits, rows, own, passes, scored.samples))
-                noisy.append(self._noisy(scored, rows, own, logits))
-            self._method.send(outputs, drawn, self._sums)
-            self._method.end_batch(batch)
-            self._sums.synchronize()
-            quiet = _others(rows, scored.samples)
-            self._note_noise(scores.of(quiet), several_passes(len(quiet), 1))
+            self._send(batch, outputs, self._passes(outputs, seen, pairs, own, passes, later))
+            self._note_allocation(scores, Allocation(torch.ones_like(scores.trace), own))
             outputs = outputs.detached()
-            del drawn  # and with it the graph
             yield batch, outputs
-        for kind in dict.fromkeys(one.kind for one in noisy):
-            some = [one for one in noisy if one.kind == kind]
-            share = sum(len(one.logits) for one in some) / sum(len(one.logits) for one in noisy)
-            self._further_passes(some, share * budget, size)
+        self._send_columns(later, size)
 
-    def _eigenvectors(
-        self, logits: Tensor, rows: Tensor, scores: Scores, passes: Tensor, samples: int
-    ) -> tuple[Tensor, Apart]:
-        """Return ±√λ₁v₁ [k, C] of noisy samples, and their squares' noise factor, as in `Hutchinson.pass_noise`."""
-        core = self._problem.likelihood(logits)
-        columns = core.spectrum(1).factor()[:, 0] * random_signs(core, 1, self._method.generator)
-        relative = float(2 * scores.at(passes).sum() / scores.fisher.sum())
-        return columns, Apart(rows, _others(rows, samples), relative)
-
-    def _noisy(self, scored: _Scored, rows: Tensor, scores: Scores, logits: Tensor) -> _Noisy:
-        """Take noisy samples out of their batch."""
-        dim = self._problem.batch_dim
-        kind = kind_of(scored.batch, scored.samples, dim), scored.rank
-        return _Noisy(SomeSamples(scored.batch, scored.samples, rows).taken(dim), kind, scores, logits)
-
-    def _further_passes(self, noisy: list[_Noisy], budget: float, size: int) -> None:
-        """Regroup noisy samples, and run all of their passes but the first; `budget`: forward passes for that."""
-        scores, logits = Scores.joined([one.scores for one in noisy]), torch.cat([one.logits for one in noisy])
-        together = noisy[0].taken._replace(batch=gather([one.taken for one in noisy]))
-        allocation = allocate_to_everyone(scores, budget, least=1)
-        order = allocation.passes.argsort(descending=True, stable=True)
-        for group in torch.split(order, groups(allocation.passes[order], size)):
-            rows = group.sort().values
-            noise = scores.noise[rows, 1:].sum(0) + allocation.price * len(rows) * scores.passes[1:]
-            passes = int(scores.passes[1:][noise.argmin()])
-            expected = logits[rows.to(logits.device)]
-            batch = together.only(rows)
-            outputs = self._forward(batch, [expected])
-            drawn = self._method.cotangents(outputs._replace(logits=expected), AfterFirst(passes))
-            self._method.send(outputs, drawn, self._sums)
-            self._method.end_batch(batch)
-            self._sums.synchronize()
-            self._note_noise(scores.of(rows), several_passes(len(rows), passes))
+    def _passes(
+        self, outputs: Outputs, seen: _Seen, pairs: _Pairs | None, own: Tensor, passes: int, later: list[_Columns]
+    ) -> Iterator[Cotangent]:
+        """The passes of a batch: eigenvectors, and a probe of what is left; eigenvectors beyond these are for later."""
+        drawn, rows = self._method.cotangents(outputs, several(1)), own.nonzero()[:, 0]
+        if pairs is not None and len(rows):
+            pairs = pairs.of(rows)
+            columns = self._signed(pairs)
+            later.extend(self._columns(seen, rows, pairs, columns, own[rows], passes - 1))
+            for i in range(passes - 1):
+                zeros = torch.zeros_like(outputs.logits.detach())
+                yield Cotangent(_with_rows(zeros, rows, columns[:, i]), _EIGENVECTORS, passes - i)
+            drawn = self._without(drawn, rows, pairs, own[rows])
+        yield from drawn
 
     # ------------------------------------------------------------------------------------------ a choice of samples
 
-    def _by_scores(self, scored: _Scored, batches: list[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
-        """Outputs of all batches first; then passes for the samples that are worth them."""
+    def _by_scores(self, seen: _Seen, batches: list[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
+        """Outputs of all batches first; then rows for the samples that are worth them."""
         yield batches[0], outputs.detached()
         self._method.release()  # the graph of the first is not needed
-        window = [scored]
+        window = [seen]
         for batch in batches[1:]:
             more = self._problem.outputs(batch)
-            window.append(self._scored(batch, more))
+            window.append(self._see(batch, more))
             yield batch, more
         self._method.seed(batches[0].number)
-        scores = self._scores(window)
-        allocation = allocate(scores, self._budget(window))
+        starts = list(accumulate((one.samples for one in window), initial=0))
+        budget, size = (self._estimator.cost - 1 / 3) * starts[-1], max(1, *(one.samples for one in window))
+        scores, pairs = self._scores(window, math.ceil(budget))
+        allocation = allocate(scores, budget)
         kinds = [kind_of(one.batch, one.samples, self._problem.batch_dim) for one in window]
         if len(set(kinds)) == 1:
-            size, generator = max(one.samples for one in window), self._method.generator
-            allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, generator))
+            allocation = allocation._replace(keep=in_full_groups(allocation.keep, size, self._method.generator))
         kept = chosen(allocation.keep, self._method.generator)
         self._counts.leave_out(len(scores.trace) - len(kept))
+        self._note_allocation(scores.only(kept), allocation.only(kept))
+        later = list[_Columns]()
+        for start, stop, one in zip(starts, starts[1:], window, strict=False):
+            rows = allocation.own[start:stop].nonzero()[:, 0]
+            if pairs is not None and len(rows):
+                some = pairs.of(start + rows)
+                later.extend(self._columns(one, rows, some, self._signed(some), allocation.own[some.numbers]))
         owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
             own = kept[torch.isin(owner[kept], torch.tensor(numbers))]
             certain = allocation.keep[own] >= 1  # apart from the others: a group has one constant for its noise
-            for some in (own[certain], own[~certain]):
-                if len(some):
-                    order = (allocation.passes[some] + allocation.keep[some]).argsort(descending=True, stable=True)
-                    sizes = groups(allocation.passes[some[order]], max(1, *(window[b].samples for b in numbers)))
-                    for group in torch.split(some[order], sizes):
-                        self._run_group(group.sort().values, scores, allocation, window)
+            for group in (*torch.split(own[certain], size), *torch.split(own[~certain], size)):
+                if len(group):
+                    self._run_group(group, scores, allocation, window, pairs)
+        self._send_columns(later, size)
 
-    def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Scored]) -> None:
-        """Forward and backward passes for some samples of a window, in the order of the data.
-
-        Their number is the one that is best for the group.
-        """
-        keep = allocation.keep[group]
-        noise = (scores.noise[group] / keep[:, None]).sum(0) + allocation.price * len(group) * scores.passes
-        passes = int(scores.passes[noise.argmin()])
+    def _run_group(
+        self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Seen], pairs: _Pairs | None
+    ) -> None:
+        """A batch of some samples of a window, in the order of the data, with a probe for each."""
         bounds = torch.tensor([0, *(one.samples for one in window)]).cumsum(0)
-        parts, expected = list[Taken](), list[Tensor | None]()
+        parts, expected = list[Taken](), list[Tensor]()
         for start, stop, one in zip(bounds, bounds[1:], window, strict=False):
             rows = group[(group >= start) & (group < stop)] - start
             if len(rows):
                 parts.append(SomeSamples(one.batch, one.samples, rows).taken(self._problem.batch_dim))
-                expected.append(None if one.logits is None else one.logits[rows.to(one.logits.device)])
-        self._run(gather(parts), passes, keep, scores.trace[group], expected)
-        self._note_noise(scores.of(group), several_passes(len(group), passes)._replace(keep=keep))
-
-    def _note_noise(self, scores: Scores, done: Allocation) -> None:
-        """Add the predicted variance of samples that were kept, and the bound that their standard errors are."""
-        variance, keep = 2 * scores.at(done.passes), done.keep
-        bound = torch.where(done.passes <= 1, 2 * scores.trace.square(), variance)
-        missed = (1 - keep) * (scores.fisher + variance)
-        noise, bounded = (float(((keep * one + missed) / keep.square()).sum()) for one in (variance, bound))
-        self._counts.add_noise_shares((noise, bounded))
+                expected.extend([] if one.logits is None else [one.logits[rows.to(one.logits.device)]])
+        batch, own = gather(parts), allocation.own[group]
+        outputs = self._forward(batch, expected)
+        drawn, rows = self._method.cotangents(outputs, several(1)), own.nonzero()[:, 0]
+        if pairs is not None and len(rows):
+            drawn = self._without(drawn, rows, pairs.of(group[rows]), own[rows])
+        self._send_weighted(batch, outputs, drawn, allocation.keep[group], allocation.rest(scores)[group])
 
     def _at_random(self, scores: Scores, batches: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
         """Samples of each batch at random, which are as good as any other if all are alike."""
         first = outputs.detached()
         self._method.release()
         for batch in batches:
-            self._note_noise(scores, self._estimator.allocation(len(scores.trace)))
+            allocation = Allocation.alike(len(scores.trace), self._estimator.cost)
+            self._note_noise(scores, allocation.noise(scores), scores.trace.square(), allocation.keep)
             self._method.seed(batch.number)
             samples = self._problem.samples_of(batch, first)
             keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
@@ -272,22 +260,71 @@ class AdaptiveSteps:
             self._counts.leave_out(samples - len(rows))
             if len(rows):
                 part = SomeSamples(batch, samples, rows).taken(self._problem.batch_dim).batch
-                first = self._run(part, 1, keep[rows], torch.ones(len(rows)), [])
+                outputs = self._method.forward(part)
+                first = outputs.detached()
+                drawn = self._method.cotangents(outputs, several(1))
+                self._send_weighted(part, outputs, drawn, keep[rows], torch.ones(len(rows)))
             elif first.logits.ndim > 2:  # the number of positions is not known
                 first = self._problem.outputs(batch)
             yield batch, self._problem.outputs_like(first, batch, samples)
 
-    def _run(self, batch: Batch, passes: int, keep: Tensor, sizes: Tensor, expected: list[Tensor | None]) -> Outputs:
-        """Forward and backward passes for samples that were kept with these probabilities."""
-        outputs = self._forward(batch, [one for one in expected if one is not None])
+    def _send_weighted(
+        self, batch: Batch, outputs: Outputs, drawn: Iterator[Cotangent], keep: Tensor, sizes: Tensor
+    ) -> None:
+        """Send the probes of samples that were kept with these probabilities; their squares are about `sizes`."""
         weights = (sizes / keep).square()
         mean = float((keep * weights).sum() / weights.sum()) if float(weights.sum()) else 1.0
-        self._method.send(outputs, weighted(self._method.cotangents(outputs, several(passes)), keep, mean), self._sums)
+        self._send(batch, outputs, weighted(drawn, keep, mean))
+
+    # ------------------------------------------------------------------------------------------------- eigenvectors
+
+    def _signed(self, pairs: _Pairs) -> Tensor:
+        """±√λ_i v_i, [c, k, C]."""
+        core = self._core(pairs.logits)
+        columns = pairs.spectrum.factor()
+        return random_signs(core, columns.shape[1], self._method.generator)[..., None] * columns
+
+    def _without(self, drawn: Iterator[Cotangent], rows: Tensor, pairs: _Pairs, own: Tensor) -> Iterator[Cotangent]:
+        """Cotangents of single passes in which these samples have probes without their leading eigenvectors."""
+        for one in drawn:
+            probes = probe_without(self._core(pairs.logits), pairs.spectrum, own, self._method.generator)
+            yield one._replace(values=_with_rows(one.values, rows, probes))
+
+    def _columns(
+        self, seen: _Seen, rows: Tensor, pairs: _Pairs, columns: Tensor, own: Tensor, sent: int = 0
+    ) -> list[_Columns]:
+        """The leading eigenvectors of samples of a batch that have not been sent, if there are any."""
+        index = torch.arange(columns.shape[1])
+        some = (own > sent).nonzero()[:, 0]
+        owner, i = ((index >= sent) & (index < own[some, None])).nonzero().unbind(1)
+        if not len(owner):
+            return []
+        dim, on = self._problem.batch_dim, some.to(columns.device)
+        taken = SomeSamples(seen.batch, seen.samples, rows[some]).taken(dim)
+        kind = kind_of(seen.batch, seen.samples, dim), columns.shape[-1]
+        values = columns[on][owner.to(columns.device), i.to(columns.device)]
+        return [_Columns(taken, kind, pairs.logits[on], owner, values)]
+
+    def _send_columns(self, columns: list[_Columns], size: int) -> None:
+        """Rows of eigenvectors in full batches of samples of the same kind."""
+        for kind in dict.fromkeys(one.kind for one in columns):
+            parts = [one for one in columns if one.kind == kind]
+            starts = accumulate((len(one.logits) for one in parts), initial=0)
+            owner = torch.cat([start + one.owner for start, one in zip(starts, parts, strict=False)])
+            together = parts[0].taken._replace(batch=gather([one.taken for one in parts]))
+            logits, values = torch.cat([one.logits for one in parts]), torch.cat([one.values for one in parts])
+            for group in torch.split(torch.arange(len(owner)), size):
+                batch = together.only(owner[group])
+                outputs = self._forward(batch, [logits[owner[group].to(logits.device)]])
+                cotangent = values[group.to(values.device)].to(outputs.logits.dtype)
+                self._send(batch, outputs, iter([Cotangent(cotangent, _EIGENVECTORS, 1)]))
+
+    # ------------------------------------------------------------------------------------------------------- passes
+
+    def _send(self, batch: Batch, outputs: Outputs, drawn: Iterator[Cotangent]) -> None:
+        self._method.send(outputs, drawn, self._sums)
         self._method.end_batch(batch)
         self._sums.synchronize()
-        return outputs.detached()
-
-    # ------------------------------------------------------------------------------------------------------- scores
 
     def _forward(self, batch: Batch, expected: list[Tensor]) -> Outputs:
         """Run the model on regrouped samples; the first time, compare with the logits that they had before."""
@@ -300,62 +337,56 @@ class AdaptiveSteps:
                 raise ValueError(message("model", "one that treats samples alike in every batch", got, advice))
         return outputs
 
-    def _budget(self, window: list[_Scored]) -> float:
-        """Forward passes of samples that are left when all outputs have been computed."""
-        return (3 * self._estimator.cost - 1) * sum(one.samples for one in window)
+    # ------------------------------------------------------------------------------------------------------- scores
 
-    def _scored(self, batch: Batch, outputs: Outputs) -> _Scored:
+    def _core(self, logits: Tensor) -> Core:
+        """The distributions of logits that have been checked before."""
+        core = self._method.validation.unchecked(logits, 0)
+        return self._problem.likelihood(logits) if core is None else core
+
+    def _see(self, batch: Batch, outputs: Outputs) -> _Seen:
         """Reduce outputs to what scores are made of."""
         core = self._problem.distributions(outputs, self._method.validation, labels=False).core
-        single = outputs.logits.ndim == 2
         trace, norm = (outputs.per_sample(values.detach().double()) for values in (core.trace(), core.squared_norm()))
-        return _Scored(batch, trace, norm, core.rank, outputs.logits.detach() if single else None)
+        single = outputs.logits.ndim == 2 and core.rank > 1 and isinstance(core, (Categorical, DiagonalCore))
+        rank = core.rank if outputs.logits.ndim == 2 else 2**30  # no number of passes makes a sum over positions exact
+        return _Seen(batch, trace, norm, rank, outputs.logits.detach() if single else None)
 
-    def _extra_budget(self, samples: int) -> float:
-        """Forward passes of samples that are left when all samples have had one pass."""
-        return 3 * (self._estimator.cost - 1) * samples
+    def _scores(self, window: list[_Seen], most: int) -> tuple[Scores, _Pairs | None]:
+        """The scores of batches, with the eigenpairs of those samples, `most` at most, whose probes are the noisiest.
 
-    def _scores(self, window: list[_Scored]) -> Scores:
-        logits = [one.logits for one in window if one.logits is not None]
-        trace, norm = (torch.cat([one[i] for one in window]) for i in (1, 2))  # type: ignore[misc]
+        From a GPU all is read back at once.
+        """
+        trace, norm = torch.cat([one.trace for one in window]), torch.cat([one.squared_norm for one in window])
+        logits, rank, most = (
+            [one.logits for one in window if one.logits is not None],
+            window[0].rank,
+            min(most, len(trace)),
+        )
+        if most <= 0 or len(logits) < len(window) or len({one.shape[1:] for one in logits}) > 1:
+            return Scores.of(trace.cpu(), norm.cpu(), rank), None
+        rows = (trace.square() - norm).topk(most).indices
+        some = torch.cat(logits)[rows]
+        spectrum = self._core(some).spectrum(min(EIGENPAIRS, rank))
+        found = torch.cat([trace, norm, rows.double(), spectrum.values.double().flatten()]).cpu()
+        trace, norm, chosen_, values = torch.split(found, [len(trace), len(trace), most, spectrum.values.numel()])
+        numbers = chosen_.long()
+        return Scores.of(trace, norm, rank, numbers, values.view(most, -1)), _Pairs(numbers, some, spectrum)
 
-        def core_of(rows: Tensor) -> Core:
-            values = torch.cat(logits)
-            return self._problem.likelihood(values[rows.to(values.device)])
+    def _note_allocation(self, scores: Scores, done: Allocation) -> None:
+        self._note_noise(scores, done.noise(scores), done.rest(scores).square(), done.keep)
 
-        alike = len({one.shape[1:] for one in logits}) == 1
-        return score(trace, norm, window[0].rank, core_of if alike else None, self._budget(window))
-
-    def _scores_of_everyone(self, one: _Scored) -> Scores:
-        logits = one.logits
-
-        def core_of(rows: Tensor) -> Core:
-            assert logits is not None
-            return self._problem.likelihood(logits[rows.to(logits.device)])
-
-        given = None if logits is None else core_of
-        return score_everyone(one.trace, one.squared_norm, one.rank, given, self._extra_budget(one.samples))
-
-
-def _worth_more(scores: Scores, before: list[Scores], budget: float, left: float) -> tuple[Tensor, Tensor]:
-    """Return the samples of a batch that are worth further passes, and how many passes each, given earlier batches.
-
-    `before`: scores of the candidates in earlier batches, to which those of this batch are added.  `budget`: forward
-    passes for further passes in all of these batches, of which `left` are not spent yet.
-    """
-    candidates = (scores.noise[:, -1] < scores.noise[:, 0]).nonzero()[:, 0]
-    before.append(scores.of(candidates))
-    alike = [one for one in before if len(one.passes) == len(scores.passes)]
-    passes = allocate_to_everyone(Scores.joined(alike), budget).passes[-len(candidates) :]
-    noise = scores.noise[candidates, 0]
-    most = torch.where(passes[: len(candidates)] > 1, noise, -1).topk(min(len(candidates), max(0, int(left / 3))))
-    best = most.indices[most.values >= 0].sort().values
-    return candidates[best], passes[best]
+    def _note_noise(self, scores: Scores, noise: Tensor, bound: Tensor, keep: Tensor | float = 1.0) -> None:
+        """Add the predicted variance 2S² of samples that were kept, and the bound that their standard errors are."""
+        variance, pi = 2 * noise, torch.as_tensor(keep, dtype=torch.float64)
+        missed = (1 - pi) * (scores.fisher + variance)
+        found, bounded = (float(((pi * one + missed) / pi.square()).sum()) for one in (variance, 2 * bound))
+        self._counts.add_noise_shares((found, bounded))
 
 
-def _others(rows: Tensor, samples: int) -> Tensor:
-    """Which samples are not among these rows."""
-    return torch.ones(samples, dtype=torch.bool).index_fill_(0, rows, False).nonzero()[:, 0]
+def _with_rows(values: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    """The cotangents [B, C] with others in some rows."""
+    return values.index_copy(0, rows.to(values.device), others.to(values.dtype))
 
 
 def _nearly_same(found: Tensor, expected: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from neuromanifold.core.checks import promoted
-from neuromanifold.estimators import Apart, NoiseFactors
+from neuromanifold.estimators import NoiseFactors
 from neuromanifold.persample.gradients import Form
 
 
@@ -33,19 +33,12 @@ class Pass(NamedTuple):
     independent: bool = False  # of the other passes of the batch
     more: bool = False  # further passes of the batch follow
     weights: Tensor | None = None  # [n] how many samples each one stands for, if others were left out
-    apart: Apart | None = None  # samples of the pass whose squares have another noise factor
 
     @property
     def of_one_sample(self) -> Pass:
         """The same pass where the "batch" is a single sample."""
         factors = self.noise_factors
         return self._replace(noise_factors=factors._replace(batch=factors.sample))
-
-    def of_sample(self, n: int) -> Pass:
-        """The same pass where the "batch" is sample number n."""
-        if self.apart is None or n not in self.apart.rows:
-            return self.of_one_sample
-        return self._replace(noise_factors=self.noise_factors._replace(batch=self.apart.noise_factor))
 
     @property
     def of_tokens(self) -> Pass:

@@ -74,15 +74,10 @@ class DiagonalSums(SharedSums):
     def add_samples(self, i: int, form: Form, made_by: Pass) -> None:
         """Add Σ_n (g_n/scale)² and Σ_n (g_n/scale)⁴; small parameters, and several passes, are added later."""
         parameter, c = self._parameters[i], made_by.noise_factors.sample
-        apart = made_by.apart if self.fourth_powers else None
         if not form.samples or not parameter.numel():
             return
         if isinstance(form, Dense) and form.values.numel() <= LIMIT and not self._fourths[i].by_row:
-            self._small.add(i, form.values_for(parameter), made_by.scale, c if self.fourth_powers else 0.0, apart)
-        elif apart is not None:
-            for rows, factor in ((apart.others, c), (apart.rows, apart.noise_factor)):
-                if len(rows):
-                    self._add_form(i, form.select(rows.to(form.device)), made_by.scale, factor)
+            self._small.add(i, form.values_for(parameter), made_by.scale, c if self.fourth_powers else 0.0)
         elif made_by.more and isinstance(form, Product) and form.single:
             self._add_cotangents(i, form, made_by.scale, c)
         else:

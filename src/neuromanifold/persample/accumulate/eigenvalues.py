@@ -46,10 +46,6 @@ class Rotated(Form):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return self._rotated(start, stop).gradients(0, stop - start, dtype)
 
-    @override
-    def select(self, rows: Tensor) -> Rotated:
-        return Rotated(self.inner.select(rows), self.basis)
-
     def magnitude(self) -> Tensor:
         """Return the magnitude of the inner form, which a rotation does not change."""
         return self.inner.magnitude()

@@ -50,12 +50,7 @@ class ShardedSums(GradientSums):
         """Add Σ_n (g_n/scale)² and the squares of its terms, or of their sums over rows."""
         if not form.samples or not form.shape.numel():
             return
-        parts, apart = [(form, made_by.noise_factors.sample)], made_by.apart if self.fourth_powers else None
-        if apart is not None:
-            sides = (apart.others, made_by.noise_factors.sample), (apart.rows, apart.noise_factor)
-            parts = [(form.select(rows.to(form.device)), c) for rows, c in sides if len(rows)]
-        for part, c in parts:
-            self._put(i, c, made_by.scale, part.magnitude, part.add_squares)
+        self._put(i, made_by.noise_factors.sample, made_by.scale, form.magnitude, form.add_squares)
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], made_by: Pass) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.estimators import Apart
 from neuromanifold.persample.accumulate.base import Reducer, zero_sums
 
 LIMIT, _LINES = 2**20, 8  # numbers that a small parameter's gradients of all samples have, at most; lines, likewise
@@ -26,14 +25,12 @@ class _Entry(NamedTuple):
     scale: float  # they are so many times too large
     noise_factor: float  # c with Var(g²) <= c E[g⁴]
     version: int | None  # of the values, which autograd may share with others
-    apart: Apart | None  # samples with another noise factor
 
     def goes_with(self, other: _Entry) -> bool:
         """Whether both can be squared in one operation."""
         a, b = self.values, other.values
         same = a.shape[0] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
-        noise = (self.scale, self.noise_factor) == (other.scale, other.noise_factor) and self.apart is other.apart
-        return same and noise
+        return same and (self.scale, self.noise_factor) == (other.scale, other.noise_factor)
 
 
 @dataclass
@@ -60,9 +57,9 @@ class SmallSums:
         self.moves = 0
         """How often sums have moved to other memory, which invalidates captured CUDA graphs."""
 
-    def add(self, i: int, values: Tensor, scale: float, noise_factor: float, apart: Apart | None = None) -> None:
+    def add(self, i: int, values: Tensor, scale: float, noise_factor: float) -> None:
         """Take per-sample gradients of parameter number i, [n, *shape], until the next `flush`."""
-        entry = _Entry(values, scale, noise_factor, None if values.is_inference() else values._version, apart)
+        entry = _Entry(values, scale, noise_factor, None if values.is_inference() else values._version)
         if i in self._waiting or not next(iter(self._waiting.values()), entry).goes_with(entry):
             self.flush()
         self._waiting[i] = entry
@@ -76,7 +73,7 @@ class SmallSums:
     @torch.no_grad()
     def _square(self, waiting: dict[int, _Entry]) -> None:
         columns, rows = [], []
-        for i, (values, scale, c, version, apart) in waiting.items():  # noqa: B007 (scale, c, apart: those of all)
+        for i, (values, scale, c, version) in waiting.items():  # noqa: B007 (scale, c: those of all)
             if version is not None and values._version != version:
                 text = "A gradient was overwritten during the backward pass: a `backward` or a hook of the model works "
                 text += "in place on what it is given, which autograd shares. Let it return a new one."
@@ -85,17 +82,12 @@ class SmallSums:
             rows.append(values.reshape(values.shape[0], values.shape[1:].numel()))
         values = torch.cat(rows, 1)  # [n, all]
         squares = values.square() if scale == 1.0 else (values / scale).square_()
-        parts = [(squares, c)]
-        if apart is not None:
-            others, own = (squares[some.to(squares.device)] for some in (apart.others, apart.rows))
-            parts = [(others, c), (own, apart.noise_factor)]
-        for part, factor in parts:
-            line, total = self._line(tuple(columns), rows[0], bool(factor)), part.sum(0)
-            line.squares += total
-            if factor and line.fourths is not None:
-                line.fourths += _sum_of_squares(part).mul_(factor)
-            elif line.noiseless is not None:
-                line.noiseless += total
+        line, total = self._line(tuple(columns), rows[0], bool(c)), squares.sum(0)
+        line.squares += total
+        if c and line.fourths is not None:
+            line.fourths += _sum_of_squares(squares).mul_(c)
+        elif line.noiseless is not None:
+            line.noiseless += total
 
     def _line(self, columns: Columns, like: Tensor, random: bool) -> _Line:
         """Return the sums of these parameters, zeros if they are new; too many lines are merged by parameter."""

@@ -73,9 +73,7 @@ class TraceSums(SharedSums):
             self.samples_variance += len(norms) * float(norms.var(0).sum())
         else:
             for one, squares in zip(self._made_by, norms.square(), strict=True):
-                c = one.noise_factors.sample
-                factors = c if one.apart is None else one.apart.factors(c, squares)
-                self.samples_variance += float((factors * squares).sum())
+                self.samples_variance += one.noise_factors.sample * float(squares.sum())
 
     def total_and_standard_error(self) -> tuple[float, float]:
         """Return Σ ‖g‖² over passes of whole batches and over samples, and its standard error from the run itself.

@@ -61,11 +61,6 @@ class Form(ABC):
             total += torch.tensordot(weights[start:stop], self.gradients(start, stop, weights.dtype), 1)
         return total
 
-    def select(self, rows: Tensor) -> Form:
-        """Return the gradients of some of the samples, given by their numbers [m]."""
-        found = [self.gradients(n, n + 1, torch.float64) for n in rows.tolist()]
-        return Dense(torch.cat(found) if found else torch.zeros(0, *self.shape, device=self.device))
-
     def product_of(self, start: int, stop: int) -> Product | None:
         """Return the gradients of the samples `start` to `stop - 1` as a Product; None where they are no such sum."""
         del start, stop
@@ -113,10 +108,6 @@ class Dense(Form):
     def part(self, dim: int, start: int, length: int) -> Dense:
         return Dense(self.values.narrow(dim + 1, start, length))
 
-    @override
-    def select(self, rows: Tensor) -> Dense:
-        return Dense(self.values[rows])
-
     def values_for(self, parameter: Tensor) -> Tensor:
         """Return the gradients in the parameter's shape, in float64 if it has that, else in float32."""
         if self.shape.numel() != parameter.shape.numel():
@@ -155,10 +146,6 @@ class Product(Form):
     def gradients(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         left, right = self.left[start:stop].to(dtype), self.right[start:stop].to(dtype)
         return (left.mT @ right).view(stop - start, *self.shape)
-
-    @override
-    def select(self, rows: Tensor) -> Product:
-        return replace(self, left=self.left[rows], right=self.right[rows])
 
     @override
     def product_of(self, start: int, stop: int) -> Product:

@@ -49,10 +49,6 @@ class Rows(Form):
         values = torch.where(own[..., None], self.values, 0.0)
         return Rows(values, torch.where(own, self.ids - start, 0), length)
 
-    @override
-    def select(self, rows: Tensor) -> Rows:
-        return replace(self, values=self.values[rows], ids=self.ids[rows])
-
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n, added into the rows that are looked up."""
         values = self.values.to(weights.dtype) * weights[:, None, None]
@@ -131,15 +127,6 @@ class Routed(Form):
         for expert, samples, product in part.blocks():
             found[samples, expert] = product.gradients(0, product.samples, dtype)
         return found.view(stop - start, *self.shape)
-
-    @override
-    def select(self, rows: Tensor) -> Routed:
-        numbers = torch.full((self.samples,), -1, device=self.device)
-        numbers[rows] = torch.arange(len(rows), device=self.device)
-        owners = numbers[self.owners]
-        here = owners >= 0
-        sides = self.left[here], self.right[here], owners[here], self.experts[here]
-        return Routed(*sides, len(rows), self.shape, self.turned)
 
     @override
     def weighted_sum(self, weights: Tensor) -> Tensor:

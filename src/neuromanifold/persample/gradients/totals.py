@@ -33,10 +33,6 @@ class Sum(Form):
             total += part.gradients(start, stop, dtype).view_as(total)
         return total
 
-    @override
-    def select(self, rows: Tensor) -> Form:
-        return add([part.select(rows) for part in self.parts])
-
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n of all parts."""
         total = self.parts[0].weighted_sum(weights)

@@ -53,10 +53,6 @@ class Convolution(Form):
         self.windows = Windows(tuple(self.shape[2:]), self.stride, self.padding, self.dilation, self.groups)
         """The geometry of the windows, in the form that kernels take."""
 
-    @override
-    def select(self, rows: Tensor) -> Convolution:
-        return replace(self, x=self.x[rows], g=self.g[rows])
-
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_n c_n g_n as the gradient of a single sample that has all rows."""
         g = self.g.to(weights.dtype) * weights.view(-1, *[1] * (self.g.ndim - 1))

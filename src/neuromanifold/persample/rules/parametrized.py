@@ -7,7 +7,7 @@ own rule gives; it is written out for a few samples at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,6 @@ class Mapped(Form):
         return _back(
             self.parts, self.key, self.inner.gradients(start, stop, dtype).view(stop - start, *self.inner.shape)
         )
-
-    @override
-    def select(self, rows: Tensor) -> Mapped:
-        return replace(self, inner=self.inner.select(rows))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return (∂f/∂θ)ᵀ Σ_n c_n g_n: the map is linear."""

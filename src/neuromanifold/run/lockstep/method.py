@@ -180,8 +180,8 @@ class Lockstep(PerSample):
                 self._send(logits, piece, zeros, made_by, backward, sums)
                 if alone:
                     singles = self._in_step("sample", iter([]) if piece is None else by_sample(piece))
-                    for n, one in enumerate(singles):
-                        self._send_alone(logits, one, zeros, made_by.of_sample(n), backward, sums)
+                    for one in singles:
+                        self._send_alone(logits, one, zeros, made_by.of_one_sample, backward, sums)
 
     @override
     def verify_late(self, batch: Batch) -> None:
