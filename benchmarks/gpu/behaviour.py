@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from statistics import NormalDist
 from unittest import mock
@@ -77,7 +78,7 @@ def _captured(task: Task, batches: list[object], estimator: nm.Estimator) -> tup
         eager = nm.fisher_diagonal(task.model, batches, estimator, cuda_graphs=False).sum
         row: Row = {"estimator": repr(estimator)}
         for graphs in (True, "auto"):
-            with mock.patch.object(loop, "CapturedSteps", watched):
+            with mock.patch.object(loop, "CapturedSteps", watched), _reasons(row):
                 found = nm.fisher_diagonal(task.model, batches, estimator, cuda_graphs=graphs).sum
             row[f"cuda_graphs={graphs}"] = worst(without_rounding(eager), found, eager)[0]
             row[f"replayed, {graphs}"] = sum(one.replayed for one in made)
@@ -85,6 +86,16 @@ def _captured(task: Task, batches: list[object], estimator: nm.Estimator) -> tup
     right = max(row["cuda_graphs=True"], row["cuda_graphs=auto"]) <= LIMITS["fp32"]
     eager_too = isinstance(estimator, nm.Exact)  # of tokens: how many positions count is read back
     return row, right and (eager_too or row["replayed, True"] > 0)
+
+
+@contextmanager
+def _reasons(row: Row) -> Iterator[None]:
+    """Note in a row why batches were not captured, if a warning says so inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    if reasons := [str(one.message) for one in caught if issubclass(one.category, nm.NotCapturedWarning)]:
+        row["eager"] = reasons[0]
 
 
 class ReadsBack(nn.Module):
