@@ -69,7 +69,7 @@ def _dimensions_that_fit(
         vector = some.view([-1 if d == dim else 1 for d in range(output.ndim)]).to(scaled)
         expected = origin + scaled * vector + (0.0 if bias is None else vector)
         error, size = (torch.linalg.vector_norm(t) for t in (output - expected, output.abs() + origin.abs() + vector))
-        return error <= 16 * eps * size
+        return torch.le(error, 16 * eps * size)
 
     return [fits(dim) for dim in fitting]
 
