@@ -4,9 +4,9 @@
 
 For each model: `neuromanifold estimate -m gpu.command_line:model -d gpu.command_line:batches -o FILE`, with no other
 option, for a few and for many batches, and forward + backward of the same batches in a process of its own.  A first run
-of the few, in which kernels are compiled, is not in the table.  Rows with a range of batches leave out what happens once
-a run; the others are what the command prints.  Weights and tokens are random.  Results are DIR/command_line.json and
-DIR/command_line.md, written after each model; the log has the seconds of each whole command.
+of the few, in which kernels are compiled, is not in the table.  Rows with a range of batches leave out what happens
+once a run; the others are what the command prints.  Weights and tokens are random.  Results are DIR/command_line.json
+and DIR/command_line.md, written after each model; the log has the seconds of each whole command.
 """
 
 from __future__ import annotations
