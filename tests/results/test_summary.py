@@ -16,6 +16,7 @@ from neuromanifold.results import diagonal, summary
 from neuromanifold.results.summary import Statistics, statistics, summarize
 from tests.report.results import odd, result, transformer
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PROBLEMS = {"transformer": transformer(), "odd": odd(), "empty": {}, "only zero": {"a.weight": torch.zeros(3)}}
 
 
@@ -43,14 +44,17 @@ def check(one: Statistics, x: np.ndarray, trace: float, noise: float) -> None:
         assert math.isnan(one.p95)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 @pytest.mark.parametrize("view", ["mean", "sum"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_every_number_is_numpys(problem: str, view: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(summary._CHUNK, "cpu", chunk)
+def test_every_number_is_numpys(
+    problem: str, view: str, chunk: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(summary._CHUNK, device, chunk)
     sums = PROBLEMS[problem]
     fim = result(sums) if view == "mean" else result(sums).sum
-    made, names, trace = summarize(fim), list(sums), values(fim, list(sums)).sum()
+    made, names, trace = summarize(fim.to(device)), list(sums), values(fim, list(sums)).sum()
     check(made.everything, values(fim, names), trace, 0.1)
     assert [one.name for one in made.parameters] == names
     for one in made.parameters:
