@@ -115,7 +115,7 @@ def octaves(summary: Summary) -> dict[str, Counter[int]]:
     result, found = summary.result, {one.name: Counter[int]() for one in summary.components}
     divisor = result.divisor or 1
     for name, value in result.sums.items():
-        for x in chunks(value, name, torch.float64):
+        for x in chunks(value, torch.float64):
             exponents = torch.bincount((x[x > 0] / divisor).view(torch.int64) >> 52).cpu().numpy()
             filled = exponents.nonzero()[0]
             found[summary.component_of[name]].update(

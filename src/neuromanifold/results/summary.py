@@ -41,7 +41,7 @@ NOTES: dict[bool | str, str] = {  # by what has error bars
     False: "rel. s.e.: not known, since the run kept no error bars",
 }
 _QUANTILES = (0.5, 0.95)
-_CHUNK = {"cuda": 1 << 24, "cpu": 1 << 18}  # entries that are read at a time: a CPU has them in its cache
+_CHUNK = {"cuda": 1 << 24, "cpu": 1 << 15}  # entries at a time: in a CPU's cache, and without threads
 _OCTAVE = (
     64  # bins to a factor of two: positive floats are ordered like their bits, of which six after the exponent count
 )
@@ -154,7 +154,7 @@ def statistics(
 ) -> dict[str, Statistics]:
     """Statistics of groups of tensors, whose entries are divided by `divisor`; a tensor may be in several groups."""
     counted = {name: _BinCounts.of(value, name) for name, value in values.items()}
-    errors = {name: sum(float(x.double().sum()) for x in chunks(t, name)) for name, t in (noise or {}).items()}
+    errors = {name: _sum(tensor, name) for name, tensor in (noise or {}).items()}
     merged = {key: _BinCounts.merged([counted[name] for name in names]) for key, names in groups.items()}
     wanted = {key: counts.bins[counts.places()] for key, counts in merged.items()}
     picked: dict[str, list[Array]] = {key: [np.zeros(0)] for key in groups}
@@ -163,7 +163,7 @@ def statistics(
         for name in names:
             keys[name].append(key)
     for name, value in values.items():
-        _pick(value, name, counted[name].dtype, {key: wanted[key] for key in keys[name]}, picked)
+        _pick(value, counted[name].dtype, {key: wanted[key] for key in keys[name]}, picked)
     made = {}
     for key, counts in merged.items():
         median, p95 = counts.quantiles(np.concatenate(picked[key]))
@@ -182,17 +182,25 @@ def statistics(
     return made
 
 
-def chunks(tensor: Tensor, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """The entries in float32 or float64, a chunk at a time, where they are; refuses what no Fisher diagonal holds."""
+def chunks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """The entries in float32 or float64, a chunk at a time, where they are."""
     flat = tensor.detach().reshape(-1)
     for part in torch.split(flat, _CHUNK["cuda" if flat.is_cuda else "cpu"]):
-        x = part.to(dtype or promoted(tensor.dtype))
-        if x.numel():
-            least, most = torch.stack(torch.aminmax(x)).tolist()
-            if not (least >= 0 and most < math.inf):  # a nan is neither
-                expected = "a Fisher diagonal, whose entries are finite and >= 0"
-                raise ValueError(message("result", expected, f"{least:g} to {most:g} in {name!r}"))
-        yield x
+        yield part.to(dtype or promoted(tensor.dtype))
+
+
+def _sum(tensor: Tensor, name: str) -> float:
+    """Return the sum of the entries of a tensor, in float64."""
+    return sum(x.double().sum().item() for x in chunks(tensor) if _largest(x, name) >= 0)
+
+
+def _largest(x: Tensor, name: str) -> float:
+    """Return the largest of some entries; an error for what no Fisher diagonal holds."""
+    least, most = torch.stack(torch.aminmax(x)).tolist() if x.numel() else (0.0, 0.0)
+    if not (least >= 0 and most < math.inf):  # a nan is neither
+        expected = "a Fisher diagonal, whose entries are finite and >= 0"
+        raise ValueError(message("result", expected, f"{least:g} to {most:g} in {name!r}"))
+    return float(most)
 
 
 @dataclass(frozen=True)
@@ -214,10 +222,10 @@ class _BinCounts:
             if dtype is torch.float32 and tensor.dtype == torch.float64:
                 continue
             positive, total, largest, found = 0, 0.0, 0.0, torch.zeros(_BINS[dtype], dtype=torch.int64)
-            for x in chunks(tensor, name, dtype):
+            for x in chunks(tensor, dtype):
+                largest = max(largest, _largest(x, name))
                 found = found.to(x.device).add_(torch.bincount(_bins(x), minlength=_BINS[dtype]))
                 positive, total = positive + int(torch.count_nonzero(x)), total + float(x.double().sum())
-                largest = max(largest, float(x.max())) if x.numel() else largest
             counts: Bins = found.cpu().numpy()
             zeros = tensor.numel() - positive
             if counts[:_OCTAVE].sum() == zeros:  # no subnormal number, whose bits count differently
@@ -277,17 +285,14 @@ def _bins(x: Tensor) -> Tensor:
     return bits.bitwise_and_(_BINS[x.dtype] - 1)  # without the sign, for -0.0
 
 
-def _pick(
-    tensor: Tensor, name: str, dtype: torch.dtype, wanted: Mapping[str, Bins], picked: dict[str, list[Array]]
-) -> None:
+def _pick(tensor: Tensor, dtype: torch.dtype, wanted: Mapping[str, Bins], picked: dict[str, list[Array]]) -> None:
     """Add to `picked` the positive entries that lie in a group's wanted bins."""
     table = torch.zeros(_BINS[dtype], dtype=torch.bool)
     every = np.concatenate([_NONE, *wanted.values()]) - _FIRST[dtype]
     table[torch.from_numpy(every[(every >= 0) & (every < len(table))])] = True
     table = table.to(tensor.device)
-    for x in chunks(tensor, name, dtype):
-        near = x[table.index_select(0, _bins(x))].double().cpu()
-        near = near[near > 0]
-        places = _bins(near).numpy()
-        for key, bins in wanted.items():
-            picked[key].append(near.numpy()[np.isin(places, bins)])
+    near = torch.cat([x[table.index_select(0, _bins(x))].cpu() for x in chunks(tensor, dtype)]).double()
+    near = near[near > 0]
+    places = _bins(near).numpy()
+    for key, bins in wanted.items():
+        picked[key].append(near.numpy()[np.isin(places, bins)])
