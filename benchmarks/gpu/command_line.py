@@ -3,9 +3,10 @@
     PYTHONPATH=src:benchmarks python -m gpu.command_line --out DIR [--only NAME ...] [--budget 120] [--quick]
 
 For each model: `neuromanifold estimate -m gpu.command_line:model -d gpu.command_line:batches -o FILE`, with no other
-option, for a few and for many batches, and forward + backward of the same batches in a process of its own.  Rows with a
-range of batches leave out what happens once a run; the others are what the command prints.  Weights and tokens are
-random.  Results are DIR/command_line.json and DIR/command_line.md, written after each model.
+option, for a few and for many batches, and forward + backward of the same batches in a process of its own.  A first run
+of the few, in which kernels are compiled, is not in the table.  Rows with a range of batches leave out what happens
+once a run; the others are what the command prints.  Weights and tokens are random.  Results are DIR/command_line.json
+and DIR/command_line.md, written after each model; the log has the seconds of each whole command.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-COUNTS = {"GPT-2": (64, 192), "Qwen-0.5B": (48, 80), "Llama-1B": (48, 72)}  # batches of the two runs
+COUNTS = {"GPT-2": (64, 192), "Qwen-0.5B": (48, 80), "Llama-1B": (48, 72), "Llama-8B": (12, 28)}  # batches
 QUICK = (3, 6)
 _COUNT, _NAME, _QUICK = "NEUROMANIFOLD_BATCHES", "NEUROMANIFOLD_MODEL", "NEUROMANIFOLD_QUICK"  # for the processes
 _TIME = re.compile(r"time: +([\d.e+]+) s, ")
@@ -46,6 +48,7 @@ def batches() -> list[dict[str, Any]]:
     return [{"input_ids": torch.randint(0, high, shape, generator=generator)} for _ in range(count)]
 
 
+@cache
 def _made() -> Any:
     import torch
 
@@ -80,6 +83,7 @@ def _baseline() -> None:
 
 def _run(command: list[str], name: str, count: int, quick: bool, limit: float) -> str:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    start = time.monotonic()
     own = {_NAME: name, _COUNT: str(count), _QUICK: str(int(quick)), "PYTHONPATH": path, "COLUMNS": "160"}
     done = subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **own},
@@ -87,7 +91,7 @@ def _run(command: list[str], name: str, count: int, quick: bool, limit: float) -
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stdout[-500:] + done.stderr[-1500:])
-    print(done.stdout, flush=True)
+    print(f"{done.stdout}\n{name}, {command[0]}: {time.monotonic() - start:.1f} s for all of the command", flush=True)
     return done.stdout
 
 
@@ -95,17 +99,28 @@ def _measure(name: str, quick: bool, end: float) -> Iterator[dict[str, Any]]:
     found = json.loads(
         _run(["gpu.command_line", "--baseline"], name, 1, quick, end - time.monotonic()).splitlines()[-1]
     )
-    times: list[tuple[int, float]] = []
+    few, many = QUICK if quick else COUNTS[name]
+    _seconds(name, few, quick, end)  # kernels are compiled
+    short = _seconds(name, few, quick, end)
+    yield _row(name, str(few), found, short / few)
+    long = _seconds(name, many, quick, end)
+    yield _row(name, str(many), found, long / many)
+    both = f"{few + 1}–{many}"
+    if long > short:
+        yield _row(name, both, found, (long - short) / (many - few))
+    else:
+        why = f"{many} batches took {long:.3g} s, {few} took {short:.3g} s: not told apart"
+        yield {"model": name, "batches": both, "tokens a batch": found["tokens"], "why": why}
+
+
+def _seconds(name: str, count: int, quick: bool, end: float) -> float:
+    """Return the seconds that `neuromanifold estimate` prints, of a run over so many batches."""
+    command = ["neuromanifold", "estimate", "-m", "gpu.command_line:model", "-d", "gpu.command_line:batches"]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        for count in QUICK if quick else COUNTS[name]:
-            command = ["neuromanifold", "estimate", "-m", "gpu.command_line:model", "-d", "gpu.command_line:batches"]
-            command += ["-o", f"{folder}/fim.safetensors", "--no-progress"]
-            printed = _TIME.search(_run(command, name, count, quick, end - time.monotonic()))
-            assert printed is not None, "the command has printed no time"
-            times.append((count, float(printed[1])))
-            yield _row(name, str(count), found, times[-1][1] / count)
-    (few, short), (many, long) = times
-    yield _row(name, f"{few + 1}–{many}", found, max(long - short, 1e-9) / (many - few))
+        command += ["-o", f"{folder}/fim.safetensors", "--no-progress"]
+        printed = _TIME.search(_run(command, name, count, quick, end - time.monotonic()))
+    assert printed is not None, "the command has printed no time"
+    return float(printed[1])
 
 
 def _row(name: str, batches: str, baseline: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -131,8 +146,9 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     head = f"{datetime.date.today().isoformat()} · `python -m gpu.command_line` · {used} · {processor(device)}"
     text = (
         "`neuromanifold estimate -m module:function -d module:function -o FILE` without further options; bfloat16, "
-        "random weights and tokens. Forward + backward: eager, with a given cotangent. Rows with a range of batches "
-        "leave out what happens once a run; the others are what the command prints."
+        "random weights and tokens. Forward + backward: eager, with a given cotangent. Kernels were compiled "
+        "in a run before. Rows with a range of batches leave out what happens once a run; the others are what the "
+        "command prints."
     )
     (out / "command_line.md").write_text(
         f"# Language models through the command line\n\n{head}\n\n{text}\n\n{table(header, lines)}\n"

@@ -13,7 +13,7 @@ from gpu.session import Missing, Row, Session
 ROOT = Path(__file__).parents[2]
 FILES = (
     *("run/test_checkpoint.py", "run/test_shards.py"),  # some of them need a GPU
-    *("core/test_devices.py", "run/test_devices.py"),  # on every device
+    *("core/test_devices.py", "run/test_devices.py", "results/test_summary.py"),  # on every device
     "estimators/test_probe_kernel.py",  # compiled there
 )
 CHOSEN = "cuda or gpu or probe_kernel"

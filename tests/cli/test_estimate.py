@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -241,12 +242,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_disk_that_is_full_leaves_nothing_half_written(folder: Folder, tmp_path: Path) -> None:
     path, _ = write_data("text", tmp_path)
-    out = tmp_path / "out" / "fim.safetensors"
+    model, out = folder("text"), tmp_path / "out" / "fim.safetensors"
     out.parent.mkdir()
 
     def estimate() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        forked.command("estimate", "-m", folder("text"), "-d", path, "-o", out)()
+        forked.command("estimate", "-m", model, "-d", path, "-o", out)()
 
     result = forked.run(estimate)
     assert result.returncode == 2, result.stderr
@@ -262,8 +263,13 @@ def test_too_little_room_is_said_before_the_run(
 
     path, _ = write_data("text", tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    said = bad("estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "fim.safetensors")
-    assert "Make room" in said
+    taken = {}
+    for bars in ("entries", "rows", "none"):
+        common = ("estimate", "-m", folder("text"), "-d", path, "-o", tmp_path / "fim.safetensors")
+        said = " ".join(bad(*common, "--error-bars", bars).split())
+        assert "Make room" in said
+        taken[bars] = float(re.findall(r"takes ([\d.]+) kB", said)[0])
+    assert taken["rows"] == taken["none"] == pytest.approx(taken["entries"] / 2, rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------------------- bad input

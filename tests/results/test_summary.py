@@ -1,18 +1,22 @@
 """Statistics of a summary against numpy on all entries at once."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import neuromanifold as nm
-from neuromanifold.results import summary
+from neuromanifold.results import diagonal, summary
 from neuromanifold.results.summary import Statistics, statistics, summarize
 from tests.report.results import odd, result, transformer
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PROBLEMS = {"transformer": transformer(), "odd": odd(), "empty": {}, "only zero": {"a.weight": torch.zeros(3)}}
 
 
@@ -40,14 +44,17 @@ def check(one: Statistics, x: np.ndarray, trace: float, noise: float) -> None:
         assert math.isnan(one.p95)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 @pytest.mark.parametrize("view", ["mean", "sum"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_every_number_is_numpys(problem: str, view: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "_CHUNK", chunk)
+def test_every_number_is_numpys(
+    problem: str, view: str, chunk: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(summary._CHUNK, device, chunk)
     sums = PROBLEMS[problem]
     fim = result(sums) if view == "mean" else result(sums).sum
-    made, names, trace = summarize(fim), list(sums), values(fim, list(sums)).sum()
+    made, names, trace = summarize(fim.to(device)), list(sums), values(fim, list(sums)).sum()
     check(made.everything, values(fim, names), trace, 0.1)
     assert [one.name for one in made.parameters] == names
     for one in made.parameters:
@@ -97,6 +104,36 @@ def test_a_row_says_what_is_random_and_what_is_not() -> None:
     assert "± 0.04 (standard error) per sample" in str(result({"a.weight": torch.ones(4)}).trace)
     rows = summarize(result(transformer())).rows(each=True)
     assert [row[0] for row in rows] == [*transformer(), "all"]
+
+
+class _Copies(TorchDispatchMode):
+    """Notes the entries of the largest tensor that is made, but for views."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, made.numel())
+        return out
+
+
+def test_beside_a_large_result_memory_holds_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the table that a command prints and for the trace: of eight billion entries a copy would be 32 GB."""
+    monkeypatch.setitem(summary._CHUNK, "cpu", 1000)
+    monkeypatch.setattr(diagonal, "_CHUNK", 1000)
+    sums = {"a.weight": torch.rand(60_000, generator=torch.Generator().manual_seed(0)).view(300, 200)}
+    fim = result(sums)
+    with _Copies() as copies:
+        table, trace = summarize(fim), fim.trace.sum
+    assert copies.largest == 1 << 14  # the bins
+    assert table.everything.total == pytest.approx(trace / fim.count)
+    assert trace == pytest.approx(float(sums["a.weight"].double().sum()))
+    with _Copies() as copies:
+        sums["a.weight"].double().sum()
+    assert copies.largest == 60_000  # it is seen
 
 
 def test_the_diagonal_stays_as_it_was() -> None:

@@ -136,6 +136,30 @@ def test_a_capture_that_fails_leaves_nothing_behind(both):
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_a_norm_whose_width_is_the_sequence_length_is_captured(both: Callable[..., Runs], channels_first: bool) -> None:
+    """Which dimension its weight scales is then found by its values, which no later batch may read back."""
+
+    class OwnLayerNorm(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mT).mT if channels_first else super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = OwnLayerNorm(6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.norm(x).tanh().mean(1))
+            return out
+
+    model = Model()
+    expected, found = both(model, list(inputs(12, 4, 6, 6)))
+    assert CapturedOnCpu.last.replayed == 8
+    assert set(found.provenance.granularity.values()) == {"sample"}
+    assert_equal(found, expected)
+
+
 def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     ends = list(itertools.accumulate(sizes))
     return [(X[end - size : end], Y[end - size : end]) for size, end in zip(sizes, ends, strict=True)]

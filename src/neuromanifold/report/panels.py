@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from neuromanifold.report.formats import coordinate, number, percent, power_of_ten
@@ -116,8 +115,8 @@ def octaves(summary: Summary) -> dict[str, Counter[int]]:
     result, found = summary.result, {one.name: Counter[int]() for one in summary.components}
     divisor = result.divisor or 1
     for name, value in result.sums.items():
-        for x in chunks(value, name, torch.float64):
-            exponents = np.bincount(((x[x > 0] / divisor).view(np.int64)) >> 52)
+        for x in chunks(value, torch.float64):
+            exponents = torch.bincount((x[x > 0] / divisor).view(torch.int64) >> 52).cpu().numpy()
             filled = exponents.nonzero()[0]
             found[summary.component_of[name]].update(
                 dict(zip((filled - _BIAS).tolist(), exponents[filled].tolist(), strict=True))

@@ -31,6 +31,8 @@ from neuromanifold.results.trace import TraceEstimate, Viewed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_CHUNK = 1 << 24  # entries that are added in float64 at a time
+
 
 @dataclass(frozen=True, eq=False)
 class DiagonalFisher(Reducible, Scalable, Viewed, Mapping[str, Tensor]):
@@ -145,7 +147,7 @@ class DiagonalFisher(Reducible, Scalable, Viewed, Mapping[str, Tensor]):
         return TraceEstimate(total, noise, self.count, self.provenance, self.reduction, self.positions)
 
     def _total(self, tensor: Tensor) -> float:
-        return float(tensor.double().sum())
+        return sum(part.sum(dtype=torch.float64).item() for part in torch.split(tensor.reshape(-1), _CHUNK))
 
     @property
     def relative_error(self) -> float:

@@ -9,10 +9,12 @@ the positive entries, as in the paper, interpolated as by `numpy.quantile`; the 
     for each group:           select among what was picked
 
 Bins are 1.6 % wide, so that few entries are picked and nothing else is sorted or copied; the quantiles are exact.
+Entries are counted where they are, on a GPU or a CPU, a chunk at a time: beside a result, memory holds one chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,7 @@ from neuromanifold.results.table import TOTAL
 if TYPE_CHECKING:
     from neuromanifold.results.diagonal import DiagonalFisher
 
-Array = NDArray[Any]  # entries, float32 or float64
+Array = NDArray[Any]  # picked entries
 Bins = NDArray[np.int64]
 
 HEADER = ("component", "parameters", "zero", "mean", "median > 0", "p95 > 0", "rel. s.e.")
@@ -39,11 +41,12 @@ NOTES: dict[bool | str, str] = {  # by what has error bars
     False: "rel. s.e.: not known, since the run kept no error bars",
 }
 _QUANTILES = (0.5, 0.95)
-_CHUNK = 1 << 17  # entries that are read at a time: they stay in the processor's cache
+_CHUNK = {"cuda": 1 << 24, "cpu": 1 << 15}  # entries at a time: in a CPU's cache, and without threads
 _OCTAVE = (
     64  # bins to a factor of two: positive floats are ordered like their bits, of which six after the exponent count
 )
 _FIRST = {torch.float32: _OCTAVE * (1023 - 127), torch.float64: 0}  # the bin of the smallest positive numbers
+_BINS = {torch.float32: 1 << 14, torch.float64: 1 << 17}  # exponents of 8 and 11 bits
 _NONE = np.zeros(0, np.int64)
 
 
@@ -151,7 +154,7 @@ def statistics(
 ) -> dict[str, Statistics]:
     """Statistics of groups of tensors, whose entries are divided by `divisor`; a tensor may be in several groups."""
     counted = {name: _BinCounts.of(value, name) for name, value in values.items()}
-    errors = {name: sum(float(x.sum(dtype=np.float64)) for x in chunks(t, name)) for name, t in (noise or {}).items()}
+    errors = {name: _sum(tensor, name) for name, tensor in (noise or {}).items()}
     merged = {key: _BinCounts.merged([counted[name] for name in names]) for key, names in groups.items()}
     wanted = {key: counts.bins[counts.places()] for key, counts in merged.items()}
     picked: dict[str, list[Array]] = {key: [np.zeros(0)] for key in groups}
@@ -160,7 +163,7 @@ def statistics(
         for name in names:
             keys[name].append(key)
     for name, value in values.items():
-        _pick(value, name, counted[name].dtype, {key: wanted[key] for key in keys[name]}, picked)
+        _pick(value, counted[name].dtype, {key: wanted[key] for key in keys[name]}, picked)
     made = {}
     for key, counts in merged.items():
         median, p95 = counts.quantiles(np.concatenate(picked[key]))
@@ -179,15 +182,25 @@ def statistics(
     return made
 
 
-def chunks(tensor: Tensor, name: str, dtype: torch.dtype | None = None) -> Iterator[Array]:
-    """The entries as float32 or float64 arrays, a part at a time; refuses what no Fisher diagonal holds."""
-    wanted = dtype or promoted(tensor.dtype)
-    for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
-        x: Array = part.to("cpu", wanted).numpy()
-        if x.size and not (x.min() >= 0 and x.max() < np.inf):  # a nan is neither
-            expected = "a Fisher diagonal, whose entries are finite and >= 0"
-            raise ValueError(message("result", expected, f"{x.min():g} to {x.max():g} in {name!r}"))
-        yield x
+def chunks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """The entries in float32 or float64, a chunk at a time, where they are."""
+    flat = tensor.detach().reshape(-1)
+    for part in torch.split(flat, _CHUNK["cuda" if flat.is_cuda else "cpu"]):
+        yield part.to(dtype or promoted(tensor.dtype))
+
+
+def _sum(tensor: Tensor, name: str) -> float:
+    """Return the sum of the entries of a tensor, in float64."""
+    return sum(x.double().sum().item() for x in chunks(tensor) if _largest(x, name) >= 0)
+
+
+def _largest(x: Tensor, name: str) -> float:
+    """Return the largest of some entries; an error for what no Fisher diagonal holds."""
+    least, most = torch.stack(torch.aminmax(x)).tolist() if x.numel() else (0.0, 0.0)
+    if not (least >= 0 and most < math.inf):  # a nan is neither
+        expected = "a Fisher diagonal, whose entries are finite and >= 0"
+        raise ValueError(message("result", expected, f"{least:g} to {most:g} in {name!r}"))
+    return float(most)
 
 
 @dataclass(frozen=True)
@@ -208,12 +221,12 @@ class _BinCounts:
         for dtype in (torch.float32, torch.float64):
             if dtype is torch.float32 and tensor.dtype == torch.float64:
                 continue
-            positive, total, largest, counts = 0, 0.0, 0.0, np.zeros(1, np.int64)
-            for x in chunks(tensor, name, dtype):
-                more = np.bincount(_bins(x), minlength=counts.size)
-                more[: counts.size] += counts
-                counts, largest = more, max(largest, float(x.max(initial=0)))
-                positive, total = positive + int(np.count_nonzero(x)), total + float(x.sum(dtype=np.float64))
+            positive, total, largest, found = 0, 0.0, 0.0, torch.zeros(_BINS[dtype], dtype=torch.int64)
+            for x in chunks(tensor, dtype):
+                largest = max(largest, _largest(x, name))
+                found = found.to(x.device).add_(torch.bincount(_bins(x), minlength=_BINS[dtype]))
+                positive, total = positive + int(torch.count_nonzero(x)), total + float(x.double().sum())
+            counts: Bins = found.cpu().numpy()
             zeros = tensor.numel() - positive
             if counts[:_OCTAVE].sum() == zeros:  # no subnormal number, whose bits count differently
                 break
@@ -266,23 +279,20 @@ class _BinCounts:
         return [(int(share * last), min(int(share * last) + 1, last)) for share in _QUANTILES] if last >= 0 else []
 
 
-def _bins(x: Array) -> Bins:
-    """The number of each entry's bin, from the first one of its precision."""
-    bits: NDArray[Any] = x.view(np.uint32 if x.dtype == np.float32 else np.uint64)
-    shifted: Bins = ((bits << 1) >> (18 if x.dtype == np.float32 else 47)).astype(np.int64)  # without sign, for -0.0
-    return shifted
+def _bins(x: Tensor) -> Tensor:
+    """The number of each entry's bin, from the first one of its precision: exponent and six bits, as an integer."""
+    bits = x.view(torch.int32) >> 17 if x.dtype == torch.float32 else x.view(torch.int64) >> 46
+    return bits.bitwise_and_(_BINS[x.dtype] - 1)  # without the sign, for -0.0
 
 
-def _pick(
-    tensor: Tensor, name: str, dtype: torch.dtype, wanted: Mapping[str, Bins], picked: dict[str, list[Array]]
-) -> None:
+def _pick(tensor: Tensor, dtype: torch.dtype, wanted: Mapping[str, Bins], picked: dict[str, list[Array]]) -> None:
     """Add to `picked` the positive entries that lie in a group's wanted bins."""
-    table = np.zeros(1 << 17, bool)
+    table = torch.zeros(_BINS[dtype], dtype=torch.bool)
     every = np.concatenate([_NONE, *wanted.values()]) - _FIRST[dtype]
-    table[every[(every >= 0) & (every < table.size)]] = True
-    for x in chunks(tensor, name, dtype):
-        near = x[table[_bins(x)]]
-        near = near[near > 0].astype(np.float64)
-        places = _bins(near)
-        for key, bins in wanted.items():
-            picked[key].append(near[np.isin(places, bins)])
+    table[torch.from_numpy(every[(every >= 0) & (every < len(table))])] = True
+    table = table.to(tensor.device)
+    near = torch.cat([x[table.index_select(0, _bins(x))].cpu() for x in chunks(tensor, dtype)]).double()
+    near = near[near > 0]
+    places = _bins(near).numpy()
+    for key, bins in wanted.items():
+        picked[key].append(near.numpy()[np.isin(places, bins)])

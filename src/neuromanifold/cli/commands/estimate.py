@@ -15,11 +15,11 @@ from neuromanifold.cli.options import EstimatorName, GranularityName, NoProgress
 from neuromanifold.cli.parsing import check_output, parse_estimator, parse_granularity, parse_shard
 from neuromanifold.core.checks import message, one_of
 from neuromanifold.estimators import Adaptive
-from neuromanifold.problem.model import select_parameters
+from neuromanifold.problem.model import is_tensor_parallel, select_parameters
 from neuromanifold.results.diagonal import DiagonalFisher, ShardedFisher, load_diagonal
 from neuromanifold.results.files import check_destination
 from neuromanifold.run.fisher import fisher_diagonal
-from neuromanifold.run.settings import Checkpoint
+from neuromanifold.run.settings import Checkpoint, choose_error_bars
 
 DEFAULT = "Hutchinson()"
 ERROR_BARS: dict[str, Any] = {"auto": "auto", "entries": True, "rows": "rows", "none": False}
@@ -116,7 +116,8 @@ def estimate_command(
         run = {"estimator": chosen, "granularity": squared, **setup.selection(model)}
         entries = sum(parameter.numel() for parameter in select_parameters(model.module, run["parameters"]).values())
         if own.rank == 0:
-            check_destination(output, 8 * entries)
+            by_entry = choose_error_bars(bars, entries, rtol) is True or is_tensor_parallel(model.module)
+            check_destination(output, (8 if by_entry or not chosen.noise_factor else 4) * entries)
         data = setup.load_data(model, chosen.needs_labels, **run)
         resumed, start = state is not None and bool(state.files()), time.monotonic()
         with progress_bar(data, own.rank == 0 and not no_progress) as progress:

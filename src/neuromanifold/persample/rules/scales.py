@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +34,9 @@ def _is_norm(module: nn.Module) -> bool:
 def norm_like(call: Call) -> dict[str, Form]:
     """y = w∘x̂ + b, with x̂ = f(w = 1) - f(w = 0) from the module itself; refused if y is something else.
 
-    It covers all variants: with or without an epsilon, in any precision, with w or 1 + w.
+    It covers all variants: with or without an epsilon, in any precision, with w or 1 + w.  Once it is validated,
+    nothing is read back, which would rule out CUDA graphs: where several dimensions have the size of the weight (width
+    and sequence length, say), the device picks the one that the module scales.
     """
     weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
     assert weight is not None
@@ -40,30 +44,44 @@ def norm_like(call: Call) -> dict[str, Form]:
     origin = _evaluate(call, torch.zeros_like(weight), nothing)
     scaled = _evaluate(call, torch.ones_like(weight), nothing) - origin
     fitting = [d for d in range(1, scaled.ndim) if scaled.shape[d] == len(weight)]
-    known = not call.validating and len(fitting) == 1
-    dim = fitting[0] if known else _feature_dimension(call, weight, bias, origin, scaled)
-    return scale_and_shift(call, lambda: scaled, tuple(d for d in range(1, call.g.ndim) if d != dim))
+    if call.validating or len(fitting) != 1:
+        fits = _dimensions_that_fit(call, weight, bias, origin, scaled, fitting)
+        if call.validating:
+            fitting = [d for d, one in zip(fitting, fits, strict=True) if one][-1:]
+        if not fitting:
+            raise NotApplicableError(f"{type(call.module).__name__} is not linear in its weight.")
+    forms = [scale_and_shift(call, lambda: scaled, tuple(o for o in range(1, call.g.ndim) if o != d)) for d in fitting]
+    return forms[0] if len(forms) == 1 else {name: _picked(fits, [form[name] for form in forms]) for name in forms[0]}
 
 
-def _feature_dimension(call: Call, weight: Tensor, bias: Tensor | None, origin: Tensor, scaled: Tensor) -> int:
-    """Return the dimension that the weight scales, by evaluating the module: no layer is taken for what it is not.
+def _dimensions_that_fit(
+    call: Call, weight: Tensor, bias: Tensor | None, origin: Tensor, scaled: Tensor, fitting: list[int]
+) -> list[Tensor]:
+    """Return for each dimension whether the weight scales it, by evaluating the module, as booleans on the device.
 
     The weight has entries that are all different: the module's own are often all one, which fits every dimension.
     """
     some = torch.linspace(0.5, 1.5, len(weight), dtype=weight.dtype, device=weight.device)
     output = _evaluate(call, some, None if bias is None else some)
     eps = torch.finfo(call.x.dtype if call.x.dtype.itemsize < 4 else torch.float32).eps  # many work in float32 inside
-    for dim in reversed(range(1, output.ndim)):
-        if output.shape[dim] != len(weight):
-            continue
-        shape = [1] * output.ndim
-        shape[dim] = len(weight)
-        vector = some.view(shape).to(scaled)
+
+    def fits(dim: int) -> Tensor:
+        vector = some.view([-1 if d == dim else 1 for d in range(output.ndim)]).to(scaled)
         expected = origin + scaled * vector + (0.0 if bias is None else vector)
         error, size = (torch.linalg.vector_norm(t) for t in (output - expected, output.abs() + origin.abs() + vector))
-        if not output.numel() or error <= 16 * eps * size:
-            return dim
-    raise NotApplicableError(f"{type(call.module).__name__} is not linear in its weight.")
+        return torch.le(error, 16 * eps * size)
+
+    return [fits(dim) for dim in fitting]
+
+
+def _picked(fits: list[Tensor], forms: list[Form]) -> Form:
+    """Return the last form that fits, without reading which; NaN if none does."""
+    picked: Tensor | float = math.nan
+    for one, form in zip(fits, forms, strict=True):
+        assert isinstance(form, Dense)
+        picked = torch.where(one, form.values, picked)
+    assert isinstance(picked, Tensor)
+    return Dense(picked)
 
 
 def _evaluate(call: Call, weight: Tensor, bias: Tensor | None) -> Tensor:
