@@ -1,25 +1,25 @@
 """Rows where the noise is: which samples are worth several of them, and which can be left out at times.
 
 A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  Each sample that is
-kept has one row with a probe.  Its m leading eigenvectors may have rows of their own, ±√λ_i v_i, in which nothing is
-random; the probe is then one of what is left, M - Σ_{i<=m} λ_i v_i v_iᵀ.  All rows cost the same, so that any of them
-can be together in a full batch.
+kept has one row with a probe.  The first m of its columns, M = Σ_k u_k u_kᵀ (`choices.py`), may have rows of their own,
+±u_k, in which nothing is random; the probe is then one of what is left, M_m = Σ_{k>m} u_k u_kᵀ.  All rows cost the
+same, so that any of them can be together in a full batch.
 
 A sample's output distribution says, before any backward pass, how large its part of F is and how noisy an estimate of
 it would be.  On average over directions of J, and up to one factor for all samples, with t = tr M and q = ‖M‖²,
 
-    F² = t² + 2q        and the variance is 2 S²_m,        S²_0 = t² - q,        S²_m = S²_{m-1} - 2 λ_m Σ_{i>m} λ_i.
+    F² = t² + 2q        and the variance is 2 S²_m,        S²_m = (tr M_m)² - ‖M_m‖².
 
-So what a row takes from the noise falls with m, and the best rows are those that take most: a single threshold.
+What a row takes from the noise falls with m, so that the best rows are those that take most: a single threshold.
 
 A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
 Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q).  The smallest Σ V for a number of rows has one price μ
 of a row for all samples, in units of variance:
 
-    π = min(1, t √(3/μ))        and a row for each eigenvector that takes more than μ.
+    π = min(1, t √(3/μ))        and a row for each column that takes more than μ.
 
-Proof.  For m = 0, V = 3t²/π - (t² + 2q), so ∂/∂π of V + μπ is zero there.  For π < 1 no eigenvector takes as much: it
-is 3t² < μ, and 2 S²_0 <= 2t².  (For t² a little above μ/3, an eigenvector's row and π < 1 can be better, by less than a
+Proof.  For m = 0, V = 3t²/π - (t² + 2q), so ∂/∂π of V + μπ is zero there.  For π < 1 no column takes as much: it is
+3t² < μ, and 2 S²_0 <= 2t².  (For t² a little above μ/3, a column's row and π < 1 can be better, by less than a
 hundredth of variance + μ rows.)
 """
 
@@ -31,9 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.estimators.orthogonal import least_noise, noise_without
-
-EIGENPAIRS = 9  # of a sample, at most, that may have passes or rows of their own: all of them for ten classes
+from neuromanifold.estimators.orthogonal import least_noise
 
 
 class Scores(NamedTuple):
@@ -41,26 +39,13 @@ class Scores(NamedTuple):
 
     trace: Tensor  # [n] t, over all positions of a sample
     squared_norm: Tensor  # [n] q
-    values: Tensor  # [n, k] the leading eigenvalues, zero where they are not known
-    noise: Tensor  # [n, k + 1] S²_m of a probe without the m leading eigenvectors
+    rest: Tensor  # [n, k + 1] t_m of what is left without the first m columns
+    noise: Tensor  # [n, k + 1] S²_m of a probe of that
     rank: int
-
-    @staticmethod
-    def of(
-        trace: Tensor, squared_norm: Tensor, rank: int, rows: Tensor | None = None, values: Tensor | None = None
-    ) -> Scores:
-        """Scores of samples, of some of which, `rows` [c], the leading eigenvalues [c, k] are known."""
-        t, q = trace.double(), squared_norm.double()
-        one, k = (t.square() - q).clamp(min=0), 0 if values is None else values.shape[-1]
-        known, noise = torch.zeros(len(t), k, dtype=torch.float64), one[:, None].repeat(1, k + 1)
-        if rows is not None and values is not None:
-            known[rows] = torch.where(t[rows, None] > 0, values.double(), 0.0)
-            noise[rows] = noise_without(known[rows], t[rows], q[rows], rank)
-        return Scores(t, q, known, noise, rank)
 
     def only(self, rows: Tensor) -> Scores:
         """The scores of some of the samples."""
-        return Scores(self.trace[rows], self.squared_norm[rows], self.values[rows], self.noise[rows], self.rank)
+        return Scores(self.trace[rows], self.squared_norm[rows], self.rest[rows], self.noise[rows], self.rank)
 
     @property
     def fisher(self) -> Tensor:
@@ -69,25 +54,24 @@ class Scores(NamedTuple):
 
     @property
     def gains(self) -> Tensor:
-        """How much of the variance a row for each eigenvector takes, [n, k], falling from left to right."""
+        """How much of the variance a row for each column takes, [n, k], falling from left to right."""
         return 2 * (self.noise[:, :-1] - self.noise[:, 1:]).clamp(min=0)
 
     def with_passes(self, passes: float) -> Tensor:
-        """S² of the same number of passes for all, [n], of whom all eigenvalues are known, or none are.
+        """S² of the same number of passes for all, [n]; between two numbers of passes it is interpolated.
 
-        Between two numbers of passes it is interpolated.
+        Columns stand for the eigenvectors that such passes are made of.
         """
         low, share = math.floor(passes), passes - math.floor(passes)
-        choices = torch.tensor([min(m, self.rank) for m in (low, low + 1)], dtype=torch.float64)
-        noise = least_noise(self.values, self.trace, self.squared_norm, self.rank, choices)
+        noise = least_noise(self.noise, self.rank, torch.tensor([min(m, self.rank) for m in (low, low + 1)]))
         return noise[:, 0] + share * (noise[:, 1] - noise[:, 0])
 
 
 class Allocation(NamedTuple):
-    """How often each sample is kept, and how many of its eigenvectors have rows of their own."""
+    """How often each sample is kept, and how many of its columns have rows of their own."""
 
     keep: Tensor  # [n] π
-    own: Tensor  # [n] m
+    own: Tensor  # [n] m, columns with rows of their own
 
     @staticmethod
     def alike(samples: int, keep: float = 1.0) -> Allocation:
@@ -103,9 +87,8 @@ class Allocation(NamedTuple):
         return scores.noise.gather(1, self.own[:, None])[:, 0]
 
     def rest(self, scores: Scores) -> Tensor:
-        """The trace of what is left for each sample's probe, [n]."""
-        index = torch.arange(scores.values.shape[1])
-        return (scores.trace - torch.where(index < self.own[:, None], scores.values, 0.0).sum(1)).clamp(min=0)
+        """t_m of each sample, [n]."""
+        return scores.rest.gather(1, self.own[:, None])[:, 0]
 
     def variance(self, scores: Scores) -> float:
         """Predict Σ V, in units of `Scores`."""
@@ -126,7 +109,7 @@ def variance(scores: Scores, noise: Tensor, keep: Tensor | float = 1.0) -> float
 
 
 def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
-    """Return how many eigenvectors of each sample are among the `count` with the largest gains, [n].
+    """Return how many columns of each sample are among the `count` with the largest gains, [n].
 
     `least`: of as many from the first on, all samples have rows anyway, which are not counted.
     """

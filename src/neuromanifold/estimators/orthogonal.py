@@ -45,21 +45,6 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     which is half the variance of an entry (`bounds.orthogonal_probe_variance`) on average over directions of J, where
     the axes are eigenvectors.  One pass at least is for the rest.
     """
-    products = noise_without(values, trace, squared_norm, d)
-    own = torch.arange(min(products.shape[-1], m), device=values.device)
-    return products[..., : len(own)] * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
-
-
-def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: Tensor) -> Tensor:
-    """The least of `remaining_noise` for each number of passes m [j], [n, j]."""
-    products = noise_without(values, trace, squared_norm, d)  # [n, k + 1]
-    m, own = m.to(products)[:, None], torch.arange(products.shape[-1], device=products.device)
-    factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
-    return (products[:, None] * factors).masked_fill_(own >= m, math.inf).amin(-1)
-
-
-def noise_without(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
-    """R² - Q of what is left without 0, 1, ... leading eigenvectors, S² of a single pass for that, [..., k + 1]."""
     values = values[..., : min(values.shape[-1], d)].double()
     k = values.shape[-1]
     last = values[..., -1] if k else trace.double()
@@ -69,7 +54,19 @@ def noise_without(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -
     for i in reversed(range(k)):  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
         products.append(products[-1] + 2 * rest * values[..., i])
         rest = rest + values[..., i]
-    return torch.stack(products[::-1], -1)
+    own = torch.arange(min(k + 1, m), device=values.device)
+    left = torch.stack(products[::-1], -1)[..., : len(own)]
+    return left * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
+
+
+def least_noise(left: Tensor, d: int, m: Tensor) -> Tensor:
+    """The least S² of `remaining_noise` for each number of passes m [j], [n, j].
+
+    `left`: R² - Q without 0, 1, ... of the d columns, [n, k + 1].
+    """
+    m, own = m.to(left)[:, None], torch.arange(left.shape[-1], device=left.device)
+    factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
+    return (left[:, None] * factors).masked_fill_(own >= m, math.inf).amin(-1)
 
 
 class Leading(NamedTuple):
@@ -164,22 +161,6 @@ def all_the_rest(core: Core, own: Tensor, signed: Tensor, generator: torch.Gener
     probe = (random_signs(core, signed.shape[-2], generator)[..., None] * signed).sum(-2)
     noise_dim, mix = remainder(core, torch.cat([own, signed], dim=-2))
     return probe + mix(random_signs(core, noise_dim, generator)) if noise_dim else probe
-
-
-def probe_without(core: Core, pairs: Spectrum, own: Tensor, generator: torch.Generator) -> Tensor:
-    """One probe for all but the `own` [n] leading eigenvectors of each distribution: Σ ±√λ_i v_i over the others.
-
-    What is left of M beyond the given eigenpairs has random signs along classes: S ξ without its parts along the v_i.
-    """
-    columns = pairs.factor()  # [n, k, C]
-    signs = random_signs(core, columns.shape[-2], generator)
-    others = torch.arange(columns.shape[-2]) >= own[:, None]
-    probe = ((signs * others.to(signs.device))[..., None] * columns).sum(-2)
-    if columns.shape[-2] == core.rank:
-        return probe
-    rest = core.factor(random_signs(core, core.dim, generator))
-    along = (pairs.vectors * rest[..., None, :]).sum(-1, keepdim=True)
-    return probe + rest - (along * pairs.vectors).sum(-2)
 
 
 def orthonormal_noise(
