@@ -59,25 +59,21 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
     without, columns = windows.AdaptiveSteps._without, windows.AdaptiveSteps._columns
 
     def gives_up(peeks: bool) -> None:
-        def decided(self: Any, drawn: Iterator[Cotangent], rows: Tensor, *given: Any) -> Iterator[Cotangent]:
+        def decided(self: Any, drawn: Iterator[Cotangent], choices: Any, *given: Any) -> Iterator[Cotangent]:
             whole = list(drawn)
-            (other,) = without(self, iter(whole), rows, *given)
-            sizes, traces = whole[0].values[rows].square().sum(-1), 1 - given[0].weights.square().sum(-1)
-            some = sizes < traces if peeks else torch.rand(len(sizes)) < 0.5
-            for owner, values in waiting.pop():
-                values[some[owner]] = 0.0
-            mixed = torch.where(some[:, None], whole[0].values[rows], other.values[rows])
-            yield other._replace(values=other.values.index_copy(0, rows, mixed))
+            (other,) = without(self, iter(whole), choices, *given)
+            sizes, traces = whole[0].values.square().sum(-1), 1 - choices.weights.square().sum(-1)
+            whole_ones = sizes < traces if peeks else torch.rand(len(sizes)) < 0.5
+            keeps.append(whole_ones)
+            yield other._replace(values=torch.where(whole_ones[:, None], whole[0].values, other.values))
 
-        def noted(self: Any, *given: Any) -> Any:
-            found = columns(self, *given)
-            waiting.append([(one.owner, one.values) for one in found])
-            return found
+        def without_rows(self: Any, seen: Any, own: Tensor, sent: int) -> Any:
+            return columns(self, seen, torch.where(keeps.pop(0), 0, own), sent)
 
         monkeypatch.setattr(windows.AdaptiveSteps, "_without", decided)
-        monkeypatch.setattr(windows.AdaptiveSteps, "_columns", noted)
+        monkeypatch.setattr(windows.AdaptiveSteps, "_columns", without_rows)
 
-    waiting: list[list[tuple[Tensor, Tensor]]] = []
+    keeps: list[Tensor] = []
     monkeypatch.setattr(windows, "several", lambda _: nm.Hutchinson(deflate=0))  # of which the sizes say more
     gives_up(True)
     assert z_score(case, COST, seeds) > allowed(seeds)

@@ -35,13 +35,25 @@ from neuromanifold.estimators.orthogonal import least_noise
 
 
 class Scores(NamedTuple):
-    """What the outputs say about samples, float64 on the CPU."""
+    """What the outputs say about samples, in float64."""
 
     trace: Tensor  # [n] t, over all positions of a sample
     squared_norm: Tensor  # [n] q
     rest: Tensor  # [n, k + 1] t_m of what is left without the first m columns
     noise: Tensor  # [n, k + 1] S²_m of a probe of that
     rank: int
+
+    @staticmethod
+    def joined(parts: list[Scores]) -> Scores:
+        """Those of several batches on the CPU, without columns where some batches have others."""
+        columns = None if len({part.rest.shape[1] for part in parts}) == 1 else 1
+        return Scores(
+            torch.cat([part.trace for part in parts]).cpu(),
+            torch.cat([part.squared_norm for part in parts]).cpu(),
+            torch.cat([part.rest[:, :columns] for part in parts]).cpu(),
+            torch.cat([part.noise[:, :columns] for part in parts]).cpu(),
+            parts[0].rank,
+        )
 
     def only(self, rows: Tensor) -> Scores:
         """The scores of some of the samples."""
@@ -117,13 +129,6 @@ def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
     found = gains[:, least:].flatten().topk(max(0, min(count, gains[:, least:].numel())))
     samples = found.indices[found.values > 0] // max(1, gains.shape[1] - least)
     return own.index_add_(0, samples, torch.ones_like(samples))
-
-
-def among_the_best(gains: list[Tensor], count: int) -> int:
-    """How many of the last of these gains are among the `count` largest of all."""
-    every = torch.cat(gains)
-    count = min(count, len(every))
-    return int((gains[-1] >= every.topk(count).values[-1]).sum()) if count > 0 else 0
 
 
 def allocate(scores: Scores, rows: float) -> Allocation:

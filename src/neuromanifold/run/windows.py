@@ -26,7 +26,7 @@ from torch import Tensor
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Hutchinson, NoiseFactors
 from neuromanifold.estimators.adaptive import Adaptive, Plan, chosen, in_full_groups, plan, several
-from neuromanifold.estimators.allocation import Allocation, Scores, allocate, among_the_best, best_rows
+from neuromanifold.estimators.allocation import Allocation, Scores, allocate
 from neuromanifold.estimators.base import signs
 from neuromanifold.estimators.choices import Choices
 from neuromanifold.persample.accumulate import GradientSums
@@ -44,15 +44,13 @@ class _Seen(NamedTuple):
     """A batch with what scores need of its outputs, on the device."""
 
     batch: Batch
-    trace: Tensor  # [B] tr M, over all positions of a sample
-    squared_norm: Tensor  # [B] ‖M‖²
-    rank: int
+    scores: Scores
     logits: Tensor | None  # [B, C], if a sample has a single output distribution
     choices: Choices | None  # of the same
 
     @property
     def samples(self) -> int:
-        return len(self.trace)
+        return len(self.scores.trace)
 
 
 class _Columns(NamedTuple):
@@ -85,7 +83,7 @@ class AdaptiveSteps:
             got = "batches that cannot be split, or samples that influence each other"
             raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
         seen = self._see(first, outputs)
-        scores, _ = self._scores([seen])
+        scores = Scores.joined([seen.scores])
         how, base = plan(self._estimator, scores) if regroups else Plan("alike")
         if how == "chosen":
             return self._by_scores(seen, [first, *rest], outputs)
@@ -125,43 +123,40 @@ class AdaptiveSteps:
     def _everyone(
         self, seen: _Seen, rest: Iterator[Batch], outputs: Outputs, base: int
     ) -> Iterator[tuple[Batch, Outputs]]:
-        """`base` passes for each sample of each batch, and rows for eigenvectors of the noisy samples of the window.
+        """`base` passes for each sample of each batch, and rows for columns of the noisy samples of the window.
 
-        Which these are follows from the outputs of their batch and of those before it.
+        Which these are follows from the outputs of their batch and of those before it, and is read back at the end.
         """
-        before, later, samples, size = list[Tensor](), list[_Columns](), 0, 1
+        window, spent = list[tuple[_Seen, Tensor, int]](), _Spent()
         for batch in chain([seen.batch], rest):
             if batch is not seen.batch:
                 outputs = self._method.forward(batch)
                 seen = self._see(batch, outputs)
-            size, samples = max(size, seen.samples), samples + seen.samples
-            scores, choices = self._scores([seen])
-            passes = min(base, max(1, scores.gains.shape[1]))
-            before.append(scores.gains[:, passes - 1 :].flatten())
-            rows = self._estimator.rows(samples, base)
-            wanted, left = among_the_best(before, rows), rows - sum(len(one.owner) for one in later)
-            own = torch.where(scores.trace > 0, best_rows(scores.gains, min(wanted, left), passes - 1), 0)
+            passes = 1 if seen.choices is None else min(base, seen.choices.count)
+            own = spent.best(seen.scores, self._estimator.rows(spent.samples + seen.samples, base), passes - 1)
+            window.append((seen, own, passes - 1))
             self._method.seed(batch.number)
-            self._send(batch, outputs, self._passes(outputs, seen, choices, own, passes, later))
-            self._note_allocation(scores, Allocation(torch.ones_like(scores.trace), own))
+            self._send(batch, outputs, self._passes(outputs, seen, own, passes))
             outputs = outputs.detached()
             yield batch, outputs
-        self._send_columns(later, size)
+        later = list[_Columns]()
+        for seen, own, sent in window:
+            scores, done = Scores.joined([seen.scores]), own.cpu()
+            self._note_allocation(scores, Allocation(torch.ones_like(scores.trace), done))
+            later.extend(self._columns(seen, done, sent))
+        self._send_columns(later, max(seen.samples for seen, _, _ in window))
 
-    def _passes(
-        self, outputs: Outputs, seen: _Seen, choices: Choices | None, own: Tensor, passes: int, later: list[_Columns]
-    ) -> Iterator[Cotangent]:
-        """The passes of a batch: columns, and a probe of what is left; columns beyond these are for later."""
-        drawn, rows = self._method.cotangents(outputs, several(1)), own.nonzero()[:, 0]
-        if choices is not None and len(rows):
-            some = choices.only(rows)
-            columns = some.columns()
-            for i in range(passes - 1):
-                zeros = torch.zeros_like(outputs.logits.detach())
-                yield Cotangent(_with_rows(zeros, rows, self._signed(columns[:, i])), _NOISE, passes - i)
-            later.extend(self._columns(seen, rows, columns, own[rows], passes - 1))
-            drawn = self._without(drawn, rows, some, columns, own[rows])
-        yield from drawn
+    def _passes(self, outputs: Outputs, seen: _Seen, own: Tensor, passes: int) -> Iterator[Cotangent]:
+        """The passes of a batch: its first columns, and a probe without those that have rows of their own, too."""
+        drawn = self._method.cotangents(outputs, several(1))
+        if seen.choices is None:
+            yield from drawn
+            return
+        columns = seen.choices.columns()
+        for i in range(passes - 1):
+            values = torch.where(own[:, None] > i, self._signed(columns[:, i]), 0.0)
+            yield Cotangent(values.to(outputs.logits.dtype), _NOISE, passes - i)
+        yield from self._without(drawn, seen.choices, columns, own)
 
     # ------------------------------------------------------------------------------------------ a choice of samples
 
@@ -177,7 +172,7 @@ class AdaptiveSteps:
         self._method.seed(batches[0].number)
         starts = list(accumulate((one.samples for one in window), initial=0))
         budget, size = (self._estimator.cost - 1 / 3) * starts[-1], max(1, *(one.samples for one in window))
-        scores, choices = self._scores(window)
+        scores = Scores.joined([one.scores for one in window])
         allocation = allocate(scores, budget)
         kinds = [kind_of(one.batch, one.samples, self._problem.batch_dim) for one in window]
         if len(set(kinds)) == 1:
@@ -187,10 +182,7 @@ class AdaptiveSteps:
         self._note_allocation(scores.only(kept), allocation.only(kept))
         later = list[_Columns]()
         for start, stop, one in zip(starts, starts[1:], window, strict=False):
-            rows = allocation.own[start:stop].nonzero()[:, 0]
-            if choices is not None and len(rows):
-                columns = choices.only(start + rows).columns()
-                later.extend(self._columns(one, rows, columns, allocation.own[start + rows]))
+            later.extend(self._columns(one, allocation.own[start:stop], 0))
         owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
@@ -198,26 +190,24 @@ class AdaptiveSteps:
             certain = allocation.keep[own] >= 1  # apart from the others: a group has one constant for its noise
             for group in (*torch.split(own[certain], size), *torch.split(own[~certain], size)):
                 if len(group):
-                    self._run_group(group, scores, allocation, window, choices)
+                    self._run_group(group, scores, allocation, window)
         self._send_columns(later, size)
 
-    def _run_group(
-        self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Seen], choices: Choices | None
-    ) -> None:
+    def _run_group(self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Seen]) -> None:
         """A batch of some samples of a window, in the order of the data, with a probe for each."""
         bounds = torch.tensor([0, *(one.samples for one in window)]).cumsum(0)
-        parts, expected = list[Taken](), list[Tensor]()
+        parts, expected, choices = list[Taken](), list[Tensor](), list[Choices | None]()
         for start, stop, one in zip(bounds, bounds[1:], window, strict=False):
             rows = group[(group >= start) & (group < stop)] - start
             if len(rows):
                 parts.append(SomeSamples(one.batch, one.samples, rows).taken(self._problem.batch_dim))
                 expected.extend([] if one.logits is None else [one.logits[rows.to(one.logits.device)]])
-        batch, own = gather(parts), allocation.own[group]
+                choices.append(None if one.choices is None else one.choices.only(rows))
+        batch, own, joined = gather(parts), allocation.own[group], Choices.joined(choices)
         outputs = self._forward(batch, expected)
-        drawn, rows = self._method.cotangents(outputs, several(1)), own.nonzero()[:, 0]
-        if choices is not None and len(rows):
-            some = choices.only(group[rows])
-            drawn = self._without(drawn, rows, some, some.columns(), own[rows])
+        drawn = self._method.cotangents(outputs, several(1))
+        if joined is not None and bool(own.any()):
+            drawn = self._without(drawn, joined, joined.columns(), own)
         self._send_weighted(batch, outputs, drawn, allocation.keep[group], allocation.rest(scores)[group])
 
     def _at_random(self, scores: Scores, batches: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
@@ -257,20 +247,22 @@ class AdaptiveSteps:
         return columns * signs((len(columns), 1), columns, self._method.generator)
 
     def _without(
-        self, drawn: Iterator[Cotangent], rows: Tensor, choices: Choices, columns: Tensor, own: Tensor
+        self, drawn: Iterator[Cotangent], choices: Choices, columns: Tensor, own: Tensor
     ) -> Iterator[Cotangent]:
-        """Cotangents of single passes in which these samples have probes without their first columns."""
+        """Cotangents of single passes in which samples have probes without their first columns."""
         for one in drawn:
-            probes = choices.probe(columns, own, self._method.generator)
-            yield one._replace(values=_with_rows(one.values, rows, probes))
+            on = own.to(one.values.device)
+            probes = choices.probe(columns, on, self._method.generator).to(one.values.dtype)
+            yield one._replace(values=torch.where(on[:, None] > 0, probes, one.values))
 
-    def _columns(self, seen: _Seen, rows: Tensor, columns: Tensor, own: Tensor, sent: int = 0) -> list[_Columns]:
-        """The first columns [n, k, C] of samples of a batch that have not been sent, if there are any."""
-        index = torch.arange(columns.shape[1])
-        owner, k = ((index >= sent) & (index < own[:, None])).nonzero().unbind(1)
-        if not len(owner) or seen.logits is None:
+    def _columns(self, seen: _Seen, own: Tensor, sent: int) -> list[_Columns]:
+        """The first columns of samples of a batch that have not been sent, if there are any."""
+        rows = (own > sent).nonzero()[:, 0]
+        if not len(rows) or seen.choices is None or seen.logits is None:
             return []
-        dim, device = self._problem.batch_dim, columns.device
+        columns, device, dim = seen.choices.only(rows).columns(), seen.logits.device, self._problem.batch_dim
+        index = torch.arange(columns.shape[1])
+        owner, k = ((index >= sent) & (index < own[rows, None])).nonzero().unbind(1)
         taken = SomeSamples(seen.batch, seen.samples, rows).taken(dim)
         kind = kind_of(seen.batch, seen.samples, dim), columns.shape[-1]
         values = self._signed(columns[owner.to(device), k.to(device)])
@@ -311,25 +303,17 @@ class AdaptiveSteps:
     # ------------------------------------------------------------------------------------------------------- scores
 
     def _see(self, batch: Batch, outputs: Outputs) -> _Seen:
-        """Reduce outputs to what scores are made of."""
+        """Reduce outputs to what scores are made of; nothing is read back from a GPU."""
         core = self._problem.distributions(outputs, self._method.validation, labels=False).core
         trace, norm = (outputs.per_sample(values.detach().double()) for values in (core.trace(), core.squared_norm()))
-        if outputs.logits.ndim > 2:  # no number of passes makes a sum over positions exact
-            return _Seen(batch, trace, norm, 2**30, None, None)
-        return _Seen(batch, trace, norm, core.rank, outputs.logits.detach(), Choices.of(core))
-
-    def _scores(self, window: list[_Seen]) -> tuple[Scores, Choices | None]:
-        """The scores of batches, all read back from a GPU at once, and the columns of their samples, if known."""
-        trace, norm = torch.cat([one.trace for one in window]), torch.cat([one.squared_norm for one in window])
-        choices = Choices.joined([one.choices for one in window])
-        if choices is None:
-            noise = (trace.square() - norm).clamp(min=0)
-            parts = torch.stack([trace, norm, trace, noise]).cpu()
-            return Scores(parts[0], parts[1], parts[2][:, None], parts[3][:, None], window[0].rank), None
-        rest, noise = (torch.where(trace[:, None] > 0, part, 0.0) for part in choices.left())
-        parts = torch.cat([trace[:, None], norm[:, None], rest, noise], 1).cpu()
-        known = rest.shape[1]
-        return Scores(parts[:, 0], parts[:, 1], parts[:, 2 : 2 + known], parts[:, 2 + known :], window[0].rank), choices
+        single = outputs.logits.ndim == 2
+        choices = Choices.of(core) if single else None
+        if choices is None:  # of a sum over positions, no number of passes is exact
+            rest, noise = trace[:, None], (trace.square() - norm).clamp(min=0)[:, None]
+        else:
+            rest, noise = (torch.where(trace[:, None] > 0, part, 0.0) for part in choices.left())
+        scores = Scores(trace, norm, rest, noise, core.rank if single else 2**30)
+        return _Seen(batch, scores, outputs.logits.detach() if single else None, choices)
 
     def _note_allocation(self, scores: Scores, done: Allocation) -> None:
         self._note_noise(scores, done.noise(scores), done.rest(scores).square(), done.keep)
@@ -342,9 +326,30 @@ class AdaptiveSteps:
         self._counts.add_noise_shares((found, bounded))
 
 
-def _with_rows(values: Tensor, rows: Tensor, others: Tensor) -> Tensor:
-    """The cotangents [B, C] with others in some rows."""
-    return values.index_copy(0, rows.to(values.device), others.to(values.dtype))
+class _Spent:
+    """Which columns of the batches of a window have rows, as long as nothing is read back from a GPU."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._gains = list[Tensor]()  # of all batches
+        self._rows: Tensor | int = 0
+
+    def best(self, scores: Scores, rows: int, least: int) -> Tensor:
+        """How many columns of each sample are sent, [n]: the `least` first ones, and those with rows.
+
+        The latter are among the best `rows` of all batches so far, and no more than are left of these.
+        """
+        self.samples += len(scores.trace)
+        gains = scores.gains[:, least:]
+        own = gains.flatten().sort(descending=True).values
+        self._gains.append(own)
+        every = torch.cat(self._gains)
+        limit = every.topk(rows + 1).values[-1] if rows < len(every) else every.new_zeros(())
+        left = torch.as_tensor(rows - self._rows, device=own.device).clamp(0, len(own))
+        last = torch.cat([own, own.new_zeros(1)]).gather(0, left[None])[0]  # the first one that is too many
+        found = (gains > torch.maximum(limit, last)).sum(1)
+        self._rows = self._rows + found.sum()
+        return torch.where(scores.trace > 0, found + least, 0)
 
 
 def _nearly_same(found: Tensor, expected: Tensor) -> bool:
