@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from neuromanifold.core.checks import message
+from neuromanifold.problem.fingerprint import fingerprint
 
 T = TypeVar("T")
 _DTYPE = attrgetter("dtype")
@@ -72,7 +73,7 @@ class SomeSamples(NamedTuple):
 
     def taken(self, batch_dim: int = 0) -> Taken:
         """Cut them out of their batch."""
-        dims = [dim for _, dim in _tensors_and_dims(self.batch, self.samples, batch_dim)]
+        dims = dims_of(self.batch, self.samples, batch_dim)
         return Taken(self.batch.cut(self.samples, self.rows, batch_dim), dims)
 
 
@@ -109,9 +110,15 @@ def gather(parts: list[Taken]) -> Batch:
     return Batch(args, kwargs, labels, first.number)
 
 
+def dims_of(batch: Batch, samples: int, batch_dim: int = 0) -> list[int | None]:
+    """Which dimension of each tensor holds the samples."""
+    return [dim for _, dim in _tensors_and_dims(batch, samples, batch_dim)]
+
+
 def kind_of(batch: Batch, samples: int, batch_dim: int = 0) -> object:
     """A value that is equal for batches whose samples can be joined: the same shapes, types, and other contents."""
-    kinds: list[object] = [repr(map_tensors(lambda _: ..., _contents(batch)))]
+    others = map_tensors(lambda _: ..., _contents(batch))
+    kinds: list[object] = [repr(others), fingerprint(("", others))]  # an array's repr leaves out most of its numbers
     for tensor, dim in _tensors_and_dims(batch, samples, batch_dim):
         shape = [size for d, size in enumerate(tensor.shape) if d != dim]
         own = None if dim is not None else tensor.flatten().tolist() if tensor.numel() <= _SMALL else id(tensor)

@@ -228,8 +228,12 @@ class Problem:
         return 1 if like is None else len(like.logits)
 
     def outputs_like(self, outputs: Outputs, batch: Batch, samples: int) -> Outputs:
-        """Return outputs of a batch of which only some samples were evaluated: right but for the logits' values."""
-        logits = outputs.logits[:1].expand(samples, *outputs.logits.shape[1:])
+        """Return outputs of a batch of which only some samples were evaluated: right but for the logits' values.
+
+        These are those of the first sample, which may not count, and are zero where it has no possible class.
+        """
+        first = outputs.logits[:1]
+        logits = torch.where(first.isfinite().any(-1, keepdim=True), first, 0).expand(samples, *first.shape[1:])
         logits = logits.movedim(0, self.batch_dim) if logits.ndim > 2 else logits
         return self._read_outputs(logits, batch, -1)
 

@@ -85,7 +85,9 @@ class DiagonalSums(SharedSums):
 
     def _add_cotangents(self, i: int, product: Product, scale: float, c: float) -> None:
         """Add l² of one pass to those of the batch: Σ_passes (l ⊗ r)² = (Σ_passes l²) ⊗ r², as r are the inputs."""
-        if i in self._products and not self._products[i].goes_on_with(product):
+        before = self._products.get(i)
+        alike = before is None or before.random == (c > 0) or not self.fourth_powers  # sums where c = 0 are apart
+        if before is not None and not (alike and before.goes_on_with(product)):
             self._add_product(i)  # x @ w has the cotangent on the right
         if i not in self._products:
             self._products[i] = SquaredProduct.of(product, promoted(self._parameters[i].dtype))
