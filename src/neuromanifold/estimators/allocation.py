@@ -1,26 +1,25 @@
-"""Rows where the noise is: which samples are worth several of them, and which can be left out at times.
+"""Rows where the noise is: which samples are worth several of them, and what can be left out at times.
 
-A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  Each sample that is
-kept has one row with a probe.  Its m leading eigenvectors may have rows of their own, ±√λ_i v_i, in which nothing is
-random; the probe is then one of what is left, M - Σ_{i<=m} λ_i v_i v_iᵀ.  All rows cost the same, so that any of them
-can be together in a full batch.
+A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  A sample has m rows for
+its leading eigenvectors, ±√λ_i v_i, in which nothing is random, and one for a probe of all that is left, which is
+M - Σ_{i<=m} λ_i v_i v_iᵀ.  All rows cost the same, so that any of them can be together in a full batch.  The row with
+the probe may be left out: it is kept with probability π, and has the weight 1/π then.  That is unbiased, since π and m
+depend on outputs alone.
 
 A sample's output distribution says, before any backward pass, how large its part of F is and how noisy an estimate of
-it would be.  On average over directions of J, and up to one factor for all samples, with t = tr M and q = ‖M‖²,
+it would be.  Let R and Q be the sums of λ_i and of λ_i² over i > m.  On average over directions of J, and up to one
+factor for all samples, the part f of F that is left for the probe, the probe's variance, and that of the sample are
 
-    F² = t² + 2q        and the variance is 2 S²_m,        S²_0 = t² - q,        S²_m = S²_{m-1} - 2 λ_m Σ_{i>m} λ_i.
+    f² = R² + 2Q,       2S² = 2 (R² - Q),       V = 2S²/π + (1/π - 1) f² = 2S² + 3R² (1/π - 1).
 
-So what a row takes from the noise falls with m, and the best rows are those that take most: a single threshold.
+Where all probes are kept, a row for eigenvector m takes 4 λ_m R_m from V.  That falls with m, so that the best rows are
+those that take most (`best_rows`).  Where probes may be left out, the least Σ V for a number of rows (`allocate`) has
+one price μ of a row for all samples, in units of variance, and for each sample
 
-A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
-Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q).  The smallest Σ V for a number of rows has one price μ
-of a row for all samples, in units of variance:
+    π = min(1, R √(3/μ)),       m the number with the least V + μ (π + m).
 
-    π = min(1, t √(3/μ))        and a row for each eigenvector that takes more than μ.
-
-Proof.  For m = 0, V = 3t²/π - (t² + 2q), so ∂/∂π of V + μπ is zero there.  For π < 1 no eigenvector takes as much: it
-is 3t² < μ, and 2 S²_0 <= 2t².  (For t² a little above μ/3, an eigenvector's row and π < 1 can be better, by less than a
-hundredth of variance + μ rows.)
+Proof.  For each m, ∂/∂π of 3R²/π + μπ is zero there.  An allocation with no more rows and less Σ V would have less
+Σ V + μ rows, of which that is the least.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.estimators.orthogonal import least_noise, noise_without
+from neuromanifold.estimators.orthogonal import least_noise, noise_without, rest_without
 
 EIGENPAIRS = 9  # of a sample, at most, that may have passes or rows of their own: all of them for ten classes
 
@@ -42,7 +41,8 @@ class Scores(NamedTuple):
     trace: Tensor  # [n] t, over all positions of a sample
     squared_norm: Tensor  # [n] q
     values: Tensor  # [n, k] the leading eigenvalues, zero where they are not known
-    noise: Tensor  # [n, k + 1] S²_m of a probe without the m leading eigenvectors
+    rest: Tensor  # [n, k + 1] R, the trace without the m leading eigenvectors
+    noise: Tensor  # [n, k + 1] S² of a probe without them
     rank: int
 
     @staticmethod
@@ -50,27 +50,24 @@ class Scores(NamedTuple):
         trace: Tensor, squared_norm: Tensor, rank: int, rows: Tensor | None = None, values: Tensor | None = None
     ) -> Scores:
         """Scores of samples, of some of which, `rows` [c], the leading eigenvalues [c, k] are known."""
-        t, q = trace.double(), squared_norm.double()
-        one, k = (t.square() - q).clamp(min=0), 0 if values is None else values.shape[-1]
-        known, noise = torch.zeros(len(t), k, dtype=torch.float64), one[:, None].repeat(1, k + 1)
+        t, q, k = trace.double(), squared_norm.double(), 0 if values is None else values.shape[-1]
+        known = torch.zeros(len(t), k, dtype=torch.float64)
+        rest, noise = (one[:, None].repeat(1, k + 1) for one in (t, (t.square() - q).clamp(min=0)))
         if rows is not None and values is not None:
             known[rows] = torch.where(t[rows, None] > 0, values.double(), 0.0)
+            rest[rows] = rest_without(known[rows], t[rows], rank)
             noise[rows] = noise_without(known[rows], t[rows], q[rows], rank)
-        return Scores(t, q, known, noise, rank)
+        return Scores(t, q, known, rest, noise, rank)
 
     def only(self, rows: Tensor) -> Scores:
         """The scores of some of the samples."""
-        return Scores(self.trace[rows], self.squared_norm[rows], self.values[rows], self.noise[rows], self.rank)
-
-    @property
-    def fisher(self) -> Tensor:
-        """F² on average over directions of J, [n]."""
-        return self.trace.square() + 2 * self.squared_norm
+        trace, squared_norm, values, rest, noise = (one[rows] for one in self[:5])
+        return Scores(trace, squared_norm, values, rest, noise, self.rank)
 
     @property
     def gains(self) -> Tensor:
         """How much of the variance a row for each eigenvector takes, [n, k], falling from left to right."""
-        return 2 * (self.noise[:, :-1] - self.noise[:, 1:]).clamp(min=0)
+        return 4 * self.values * self.rest[:, 1:]
 
     def with_passes(self, passes: float) -> Tensor:
         """S² of the same number of passes for all, [n], of whom all eigenvalues are known, or none are.
@@ -84,7 +81,7 @@ class Scores(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """How often each sample is kept, and how many of its eigenvectors have rows of their own."""
+    """How often each sample's probe is kept, and how many of its eigenvectors have rows of their own."""
 
     keep: Tensor  # [n] π
     own: Tensor  # [n] m
@@ -99,17 +96,16 @@ class Allocation(NamedTuple):
         return Allocation(self.keep[rows], self.own[rows])
 
     def noise(self, scores: Scores) -> Tensor:
-        """S²_m of each sample, [n]."""
+        """S² of each sample's probe, [n]."""
         return scores.noise.gather(1, self.own[:, None])[:, 0]
 
     def rest(self, scores: Scores) -> Tensor:
-        """The trace of what is left for each sample's probe, [n]."""
-        index = torch.arange(scores.values.shape[1])
-        return (scores.trace - torch.where(index < self.own[:, None], scores.values, 0.0).sum(1)).clamp(min=0)
+        """R, the trace of what is left for each sample's probe, [n]."""
+        return scores.rest.gather(1, self.own[:, None])[:, 0]
 
     def variance(self, scores: Scores) -> float:
         """Predict Σ V, in units of `Scores`."""
-        return variance(scores, self.noise(scores), self.keep)
+        return variance(self.noise(scores), self.rest(scores), self.keep)
 
     @property
     def rows(self) -> float:
@@ -117,12 +113,10 @@ class Allocation(NamedTuple):
         return float((self.keep + self.own).sum())
 
 
-def variance(scores: Scores, noise: Tensor, keep: Tensor | float = 1.0) -> float:
-    """Predict Σ V of samples with this S² [n] that are kept with probability π."""
-    pi = torch.as_tensor(keep, dtype=torch.float64).expand(len(noise))
-    kept = pi > 0
-    pi = pi[kept]
-    return float((2 * noise[kept] / pi + (1 / pi - 1) * scores.fisher[kept]).sum())
+def variance(noise: Tensor, rest: Tensor, keep: Tensor | float = 1.0) -> float:
+    """Predict Σ V of probes with these S² [n] and R [n] that are kept with probability π, which is 0 only if R is."""
+    missed = 3 * rest.square() * (1 / torch.as_tensor(keep, dtype=torch.float64) - 1)
+    return float((2 * noise + torch.where(rest > 0, missed, 0.0)).sum())
 
 
 def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
@@ -145,11 +139,13 @@ def among_the_best(gains: list[Tensor], count: int) -> int:
 
 def allocate(scores: Scores, rows: float) -> Allocation:
     """Return the allocation with the least Σ V for a number of rows, by bisection for μ."""
-    gains = scores.gains
+    rest, noise, own = scores.rest, 2 * scores.noise, torch.arange(scores.rest.shape[1])
 
     def at(price: float) -> Allocation:
-        keep = (scores.trace * math.sqrt(3 / price)).clamp(max=1) if price else (scores.trace > 0).double()
-        return Allocation(keep, ((gains > price) & (keep >= 1)[:, None]).sum(1))
+        least = max(math.sqrt(price / 3), 1e-300)  # of R, below which the probe is left out at times: π = R/least
+        keep = (rest / least).clamp(max=1)
+        best = (noise + 3 * rest * (least - rest).clamp(min=0) + price * (keep + own)).argmin(1)
+        return Allocation(keep.gather(1, best[:, None])[:, 0], best)
 
     best = at(0.0)
     if best.rows <= max(rows, 0.0):

@@ -10,6 +10,11 @@ and all d of them give that matrix without any error.  The h_j are columns of a 
 are offered: `hartley_columns` (random signs, like Rademacher noise) and `haar_columns` (a uniformly random frame).  No
 d×d matrix is ever made.
 
+A single probe, with signs along the eigenvectors that are known, has less noise (`noise_without`): that of a batch in
+which all distributions have equally many passes (`peeled`), and that of a distribution some of whose eigenvectors have
+rows of their own in other batches (`probe_without`).  How noisy each choice is on average over directions of J follows
+from λ, tr M and ‖M‖² alone: `remaining_noise`, `least_noise`, `noise_without`.
+
 Axis letters: c class, k eigenpair, d dimension that is left, m probe, b pair of columns.
 """
 
@@ -60,16 +65,24 @@ def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: 
 
 def noise_without(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
     """R² - Q of what is left without 0, 1, ... leading eigenvectors, S² of a single pass for that, [..., k + 1]."""
-    values = values[..., : min(values.shape[-1], d)].double()
+    values, rest = values[..., :d].double(), rest_without(values, trace, d)
+    R, last = rest[..., -1:], values[..., -1:] if values.shape[-1] else trace.double()[..., None]
+    Q = (squared_norm.double()[..., None] - values.square().sum(-1, keepdim=True)).clamp(min=0).minimum(last * R)
+    products = 2 * values * rest[..., 1:]  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
+    return _sums_to_the_last(products, (R.square() - Q).clamp(min=0))
+
+
+def rest_without(values: Tensor, trace: Tensor, d: int) -> Tensor:
+    """R = Σ λ of what is left without 0, 1, ... leading eigenvectors, [..., k + 1]; at most d - k times the last λ."""
+    values, trace = values[..., :d].double(), trace.double()[..., None]
     k = values.shape[-1]
-    last = values[..., -1] if k else trace.double()
-    rest = (trace.double() - values.sum(-1)).clamp(min=0).minimum((d - k) * last)  # R after all k
-    squares = (squared_norm.double() - values.square().sum(-1)).clamp(min=0).minimum(last * rest)  # Q
-    products = [(rest.square() - squares).clamp(min=0)]
-    for i in reversed(range(k)):  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
-        products.append(products[-1] + 2 * rest * values[..., i])
-        rest = rest + values[..., i]
-    return torch.stack(products[::-1], -1)
+    last = values[..., -1:] if k else trace
+    return _sums_to_the_last(values, (trace - values.sum(-1, keepdim=True)).clamp(min=0).minimum((d - k) * last))
+
+
+def _sums_to_the_last(x: Tensor, last: Tensor) -> Tensor:
+    """Σ_{j>=i} x_j + last, [..., k + 1], for x [..., k] and last [..., 1]: the smallest are added first."""
+    return torch.cat([x, last], -1).flip(-1).cumsum(-1).flip(-1)
 
 
 class Leading(NamedTuple):
@@ -167,9 +180,11 @@ def all_the_rest(core: Core, own: Tensor, signed: Tensor, generator: torch.Gener
 
 
 def probe_without(core: Core, pairs: Spectrum, own: Tensor, generator: torch.Generator) -> Tensor:
-    """One probe for all but the `own` [n] leading eigenvectors of each distribution: Σ ±√λ_i v_i over the others.
+    """One probe for all but the `own` [n] leading eigenvectors of each distribution, given k of its eigenpairs:
 
-    What is left of M beyond the given eigenpairs has random signs along classes: S ξ without its parts along the v_i.
+        u = Σ_{own<i<=k} ε_i √λ_i v_i + (I - VVᵀ) S ξ,        E[u uᵀ] = M - Σ_{i<=own} λ_i v_i v_iᵀ,
+
+    with random signs ε and ξ: what is left beyond the k pairs has signs along classes, and is zero if k is the rank.
     """
     columns = pairs.factor()  # [n, k, C]
     signs = random_signs(core, columns.shape[-2], generator)
