@@ -138,7 +138,7 @@ def among_the_best(gains: list[Tensor], count: int) -> int:
 
 
 def allocate(scores: Scores, rows: float) -> Allocation:
-    """Return the allocation with the least Σ V for a number of rows, by bisection for μ."""
+    """Return the allocation with the least Σ V for a number of rows > 0, by bisection for μ."""
     rest, noise, own = scores.rest, 2 * scores.noise, torch.arange(scores.rest.shape[1])
 
     def at(price: float) -> Allocation:
@@ -148,11 +148,13 @@ def allocate(scores: Scores, rows: float) -> Allocation:
         return Allocation(keep.gather(1, best[:, None])[:, 0], best)
 
     best = at(0.0)
-    if best.rows <= max(rows, 0.0):
+    if best.rows <= rows:
         return best
-    low = high = 1e-20 * max(float(scores.trace.amax()), 1e-100) ** 2
+    low = high = 3 * max(float(scores.trace.sum()) / rows, 1e-150) ** 2  # the price if all are left out at times
     while at(high).rows > rows:
-        low, high = high, high * 2.0**16
+        low, high = high, 16 * high
+    while at(low).rows <= rows and low > 1e-300:
+        low, high = low * 2.0**-16, low
     while high > 1.001 * low:
         middle = math.sqrt(low) * math.sqrt(high)
         low, high = (low, middle) if at(middle).rows <= rows else (middle, high)
