@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.core import Core
+from neuromanifold.estimators.adaptive import Plan
+from neuromanifold.estimators.allocation import EIGENPAIRS
+from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import windows
+from neuromanifold.run.methods import PerSample
 from tests.problems.problem import Net
 from tests.run.killed_runs import BrokenError, failing
 from tests.zscores import worst_z_score
@@ -305,7 +309,7 @@ def test_granularities(granularity: Any) -> None:
         {"batch"} if granularity == "batch" else {"sample", "sample, one by one"}
     )
     if granularity == "batch":
-        assert found.estimator == repr(nm.Hutchinson(3, deflate=8, orthogonal=False))
+        assert found.estimator == repr(nm.Hutchinson(3, deflate=EIGENPAIRS, orthogonal=False))
         assert (found.passes, found.left_out) == (3 * len(case.data), 0)
 
 
@@ -385,14 +389,15 @@ def test_a_shard_without_a_window_is_refused() -> None:
     [
         *(("ten classes, confident", 0.8, None), ("three classes, confident", 1.5, None), ("tokens", 0.5, None)),
         ("some labels ignored", 1.5, None),
-        *(("ten classes, confident", 1.6, "everyone"), ("some labels ignored", 1.6, "everyone")),
+        ("ten classes, confident", 1.6, Plan("everyone")),
+        ("some labels ignored", 2.2, Plan("everyone", 2)),
     ],
 )
 def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(
-    name: str, cost: float, how: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, cost: float, how: Plan | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is not None:
-        monkeypatch.setattr(windows, "strategy", lambda *_: how)
+        monkeypatch.setattr(windows, "plan", lambda *_: how)
     case = backwards(CASES[name])
     expected = case.estimate(cost, window=3)
     for at in range(len(case.data)):
@@ -493,17 +498,18 @@ def test_sizes_of_batches(cost: float) -> None:
 def test_counts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples and positions that count are those of the data, and passes cost what was asked for, on average."""
     spent: list[float] = []
-    run, by_scores = windows.AdaptiveSteps._run, windows.AdaptiveSteps._by_scores
+    send, by_scores = PerSample.send, windows.AdaptiveSteps._by_scores
 
-    def recorded(self: Any, batch: Any, passes: int, keep: Tensor, *rest: Any) -> Any:
-        spent.append(len(keep) * (1 + 2 * passes))
-        return run(self, batch, passes, keep, *rest)
+    def recorded(self: Any, outputs: Any, drawn: Iterator[Cotangent], sums: Any) -> None:
+        cotangents = list(drawn)
+        spent.append(len(outputs.logits) * (1 + 2 * len(cotangents)))
+        send(self, outputs, iter(cotangents), sums)
 
-    def looked(self: Any, scored: Any, batches: list[Any], outputs: Any) -> Any:
+    def looked(self: Any, seen: Any, batches: list[Any], outputs: Any) -> Any:
         spent.append(sum(len(batch.labels) for batch in batches))
-        return by_scores(self, scored, batches, outputs)
+        return by_scores(self, seen, batches, outputs)
 
-    monkeypatch.setattr(windows.AdaptiveSteps, "_run", recorded)
+    monkeypatch.setattr(PerSample, "send", recorded)
     monkeypatch.setattr(windows.AdaptiveSteps, "_by_scores", looked)
     for name, cost in (
         ("ten classes, confident", 0.7),
@@ -513,9 +519,9 @@ def test_counts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         case, seeds = CASES[name], 5
         samples = sum(len(item[1]) for item in case.data)
+        exact = nm.fisher_diagonal(case.model, case.data, nm.Exact(), case.likelihood)
         spent.clear()
         runs = [case.estimate(cost, seed) for seed in range(seeds)]
-        exact = nm.fisher_diagonal(case.model, case.data, nm.Exact(), case.likelihood)
         assert {(run.count, run.positions) for run in runs} == {(exact.count, exact.positions)}
         assert 0.7 < sum(spent) / seeds / (3 * cost * samples) < 1.15, name
         assert all(0 < run.provenance.left_out < samples for run in runs)

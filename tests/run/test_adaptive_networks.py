@@ -10,6 +10,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 import neuromanifold as nm
+from neuromanifold.estimators.adaptive import Plan
 from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import methods, windows
 from tests.problems.architectures import ARCHITECTURES
@@ -70,8 +71,8 @@ def test_unbiased(name: str) -> None:
     [n if n in ("CNN with BatchNorm", "tied embeddings") else pytest.param(n, marks=pytest.mark.slow) for n in ALL],
 )
 def test_unbiased_where_everyone_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the samples are like, noisy ones have an eigenvector in the pass of their batch, and further passes."""
-    monkeypatch.setattr(windows, "strategy", lambda *_: "everyone")
+    """Whatever the samples are like, eigenvectors of noisy ones have rows of their own."""
+    monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone"))
     assert z_score(ALL[name]) < LIMIT
 
 
