@@ -12,7 +12,14 @@ import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
 from neuromanifold.core.spectrum import Spectrum
-from neuromanifold.estimators.orthogonal import least_noise, noise_without, own_passes, probe_without, remaining_noise
+from neuromanifold.estimators.orthogonal import (
+    least_noise,
+    noise_without,
+    own_passes,
+    probe_without,
+    remaining_noise,
+    rest_without,
+)
 from tests.estimators.probes import normal
 from tests.estimators.test_allocation import scores_of
 from tests.zscores import allowed_z_score, worst_z_score
@@ -102,8 +109,10 @@ def test_predicted_noise_of_a_probe_without_leading_eigenvectors(c: int) -> None
         values = torch.linalg.eigvalsh(core.fisher()).flip(-1)[0, : c - 1].clamp(min=0)
         a = (x * values.sqrt()).T[None]  # [1, d, points]
         found = noise_without(core.spectrum(c - 1).values, core.trace(), core.squared_norm(), c - 1)[0]
-        assert len(found) == c
+        rest = rest_without(core.spectrum(c - 1).values, core.trace(), c - 1)[0]
+        assert len(found) == len(rest) == c
         for own in range(c - 1):
+            torch.testing.assert_close(rest[own], values[own:].sum(), rtol=1e-6, atol=1e-13)
             variance = bounds.probe_variance(a[:, own:], granularity="sample")
             torch.testing.assert_close(2 * found[own], weights @ variance, rtol=1e-6, atol=1e-13)
         assert found[c - 2 :].tolist() == [0, 0]
