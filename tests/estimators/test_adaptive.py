@@ -90,7 +90,7 @@ def test_the_same_for_all() -> None:
         assert sum(estimator.alike(batch).probes for batch in range(400)) == 400 * mean
         assert estimator.passes(nm.Categorical(normal(3, 40))) == estimator.alike(0).probes == math.floor(mean)
         assert estimator.for_batches() == nm.Hutchinson(
-            math.floor(mean), deflate=9 if mean >= 2 else 1, orthogonal=False
+            math.floor(mean), deflate=8 if mean >= 2 else 1, orthogonal=False
         )
     assert several(1) == nm.Hutchinson()
     assert nm.Adaptive(1) == nm.Adaptive(1.0)

@@ -1,4 +1,4 @@
-"""What is left of a distribution without leading eigenvectors: its predicted noise, and the probes of it."""
+"""What is left of a distribution without leading columns: its predicted noise, and the probes of it."""
 
 import itertools
 import math
@@ -11,20 +11,19 @@ from torch import Tensor
 import neuromanifold as nm
 from neuromanifold import bounds
 from neuromanifold.core import Core
-from neuromanifold.core.spectrum import Spectrum
-from neuromanifold.estimators.orthogonal import (
-    least_noise,
-    noise_without,
-    own_passes,
-    probe_without,
-    remaining_noise,
-    rest_without,
-)
+from neuromanifold.estimators.choices import COLUMNS, Choices
+from neuromanifold.estimators.orthogonal import least_noise, own_passes, remaining_noise
 from tests.estimators.probes import normal
 from tests.estimators.test_allocation import scores_of
 from tests.zscores import allowed_z_score, worst_z_score
 
 # ---------------------------------------------------------------------------------------------- predicted noise
+
+
+def choices_of(core: Core) -> Choices:
+    found = Choices.of(core)
+    assert found is not None
+    return found
 
 
 def all_directions(d: int) -> tuple[Tensor, Tensor]:
@@ -84,38 +83,31 @@ def test_predicted_noise_is_that_of_the_estimator(c: int) -> None:
 
 @pytest.mark.parametrize("c", [3, 4, 10, 30])
 def test_the_least_noise_of_each_number_of_passes(c: int) -> None:
-    """`with_passes` and `least_noise`: how many eigenvectors have their own is the best choice for each sample."""
-    core, k = nm.Categorical(6 * normal(20, c)), min(9, c - 1)
-    given, scores = (core.spectrum(k).values, core.trace(), core.squared_norm(), c - 1), scores_of(core)
-    choices = [m for m in (1, 2, 3, 9, c - 1) if m <= c - 1]
-    found = least_noise(*given, torch.tensor(choices).double())
-    for j, m in enumerate(choices):
-        expected = remaining_noise(*given, m).amin(-1)
-        torch.testing.assert_close(found[:, j], expected, rtol=1e-6, atol=1e-15)
+    """`with_passes` and `least_noise`: the best number of columns with passes of their own, for each sample."""
+    scores = scores_of(nm.Categorical(6 * normal(20, c)))
+    left = scores.noise
+    for m in (m for m in (1, 2, 3, 9, c - 1) if m <= c - 1):
+        factors = [(c - 1 - m) / ((m - own) * max(1, c - 2 - own)) for own in range(min(left.shape[1], m))]
+        expected = (left[:, : len(factors)] * torch.tensor(factors)).amin(-1)
+        torch.testing.assert_close(least_noise(left, c - 1, torch.tensor([m]))[:, 0], expected, rtol=1e-6, atol=1e-15)
         torch.testing.assert_close(scores.with_passes(m), expected, rtol=1e-6, atol=1e-15)
     one, two = scores.with_passes(1), scores.with_passes(2)
     torch.testing.assert_close(scores.with_passes(1.25), 0.75 * one + 0.25 * two)
     assert scores.with_passes(c - 1).amax() == scores.with_passes(c + 7.5).amax() == 0
-    without = scores_of(core, 0).with_passes(2)  # no eigenvalue is known: two probes share all of it
-    torch.testing.assert_close(without, remaining_noise(given[0][:, :0], *given[1:], 2)[:, 0])
 
 
-@pytest.mark.parametrize("c", range(2, 9))
-def test_predicted_noise_of_a_probe_without_leading_eigenvectors(c: int) -> None:
-    """S² of `noise_without`: half the exact variance of random signs along the others, averaged over directions."""
-    x, weights = all_directions(c - 1)
-    for scale in (0.0, 1.0, 6.0, 25.0):
-        core = nm.Categorical(scale * normal(1, c))
-        values = torch.linalg.eigvalsh(core.fisher()).flip(-1)[0, : c - 1].clamp(min=0)
-        a = (x * values.sqrt()).T[None]  # [1, d, points]
-        found = noise_without(core.spectrum(c - 1).values, core.trace(), core.squared_norm(), c - 1)[0]
-        rest = rest_without(core.spectrum(c - 1).values, core.trace(), c - 1)[0]
-        assert len(found) == len(rest) == c
-        for own in range(c - 1):
-            torch.testing.assert_close(rest[own], values[own:].sum(), rtol=1e-6, atol=1e-13)
-            variance = bounds.probe_variance(a[:, own:], granularity="sample")
-            torch.testing.assert_close(2 * found[own], weights @ variance, rtol=1e-6, atol=1e-13)
-        assert found[c - 2 :].tolist() == [0, 0]
+@pytest.mark.parametrize("c", [2, 3, 5, 10, 30])
+def test_what_is_left_without_columns(c: int) -> None:
+    """Trace and noise of M - Σ u_k u_kᵀ by dense matrices."""
+    for scale in (0.0, 1.0, 6.0):
+        core = nm.Categorical(scale * normal(20, c))
+        choices = choices_of(core)
+        u, (rest, noise) = choices.columns(), choices.left()
+        parts = (u[..., :, None] * u[..., None, :]).cumsum(1)
+        M = core.fisher()[:, None] - torch.cat([torch.zeros_like(parts[:, :1]), parts], 1)
+        trace, norm = M.diagonal(dim1=-2, dim2=-1).sum(-1), M.square().sum((-2, -1))
+        torch.testing.assert_close(rest, trace, rtol=1e-6, atol=1e-13)
+        torch.testing.assert_close(noise, trace.square() - norm, rtol=1e-6, atol=1e-13)
 
 
 def test_predicted_noise_does_not_cancel() -> None:
@@ -128,12 +120,9 @@ def test_predicted_noise_does_not_cancel() -> None:
         torch.testing.assert_close(
             single.squared_norm()[ordinary[:, 0]].double(), double.squared_norm()[ordinary[:, 0]], rtol=1e-5, atol=0
         )
-        without, exact_without = (
-            noise_without(z.spectrum(min(9, c - 1)).values, z.trace(), z.squared_norm(), c - 1)
-            for z in (single, double)
-        )
-        assert ((without - exact_without).abs() <= 1e-4 * exact_without + 1e-6 * t2)[ordinary[:, 0]].all(), (scale, c)
-        assert ((without >= 0) & (without <= t2 * (1 + 1e-5) + 1e-300)).all()
+        ours, exact = choices_of(single).left()[1], choices_of(double).left()[1]
+        assert ((ours - exact).abs() <= 1e-4 * exact + 1e-6 * t2)[ordinary[:, 0]].all(), (scale, c)
+        assert ((ours >= 0) & (ours <= t2 * (1 + 1e-5) + 1e-300)).all()
         for m in {1, 2, 5, 8} & set(range(1, c - 1)):
             ours, exact = (
                 remaining_noise(z.spectrum(min(8, c - 2)).values, z.trace(), z.squared_norm(), c - 1, m)
@@ -174,17 +163,19 @@ DISTRIBUTIONS: dict[str, tuple[Core, int]] = {  # and how many eigenpairs are kn
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_probes_have_the_rest_as_their_mean(name: str) -> None:
-    """E[u uᵀ] = M - Σ_{i<own} λ_i v_i v_iᵀ for all `own` at once; false-alarm rate 1e-6.  Twin: one fewer."""
+    """E[u uᵀ] = M - Σ_{k<own} u_k u_kᵀ for all `own` at once; false-alarm rate 1e-6.  Twin: one fewer."""
     core, k = DISTRIBUTIONS[name]
+    assert k <= min(COLUMNS, core.rank)
     draws, numbers = 4000 if core.dim < 20 else 2000, torch.arange(k + 1)
-    values, vectors = core.spectrum(k)
-    parts = values[:, None, None] * vectors[:, :, None] * vectors[:, None, :]  # [k, C, C]
-    rest = core.fisher() - torch.cat([torch.zeros_like(parts[:1]), parts.cumsum(0)])  # [k + 1, C, C]
     many = _repeated(core, draws * (k + 1))
-    pairs = Spectrum(*(one.expand(draws * (k + 1), *one.shape) for one in (values, vectors)))
+    choices = choices_of(many)
+    columns = choices.columns()
+    one = columns[0, :k]
+    parts = one[:, :, None] * one[:, None, :]  # [k, C, C]
+    rest = core.fisher() - torch.cat([torch.zeros_like(parts[:1]), parts.cumsum(0)])  # [k + 1, C, C]
     for fewer in (0, 1):
         own = (numbers - fewer).clamp(min=0).repeat(draws)
-        u = probe_without(many, pairs, own, torch.Generator().manual_seed(0)).view(draws, k + 1, core.dim)
+        u = choices.probe(columns, own, torch.Generator().manual_seed(0)).view(draws, k + 1, core.dim)
         z = worst_z_score(u[..., :, None] * u[..., None, :], rest)
         assert z > 20 if fewer else z < allowed_z_score((k + 1) * core.dim * (core.dim + 1) // 2)
     assert (u.sum(-1).abs().amax() < 1e-12) == isinstance(core, nm.Categorical)  # orthogonal to e
@@ -198,16 +189,15 @@ def _repeated(core: Any, n: int) -> Core:
 
 
 def test_a_probe_of_nothing_is_zero() -> None:
-    core = nm.Categorical(3 * normal(20, 5))
-    u = probe_without(core, core.spectrum(4), torch.full((20,), 4), torch.Generator().manual_seed(0))
+    choices = choices_of(nm.Categorical(3 * normal(20, 5)))
+    u = choices.probe(choices.columns(), torch.full((20,), 4), torch.Generator().manual_seed(0))
     assert u.abs().amax() == 0
 
 
 def test_signs_are_drawn_for_each_distribution_by_itself() -> None:
     """Products of the probes of two of them have mean zero, false-alarm rate 1e-6."""
-    core, generator = nm.Categorical((2 * normal(4)).expand(2, -1)), torch.Generator().manual_seed(0)
-    pairs, own = core.spectrum(2), torch.tensor([0, 1])
-    products = torch.stack(
-        [(u[0, :, None] * u[1]) for u in (probe_without(core, pairs, own, generator) for _ in range(4000))]
-    )
+    choices, generator = choices_of(nm.Categorical((2 * normal(4)).expand(2, -1))), torch.Generator().manual_seed(0)
+    columns, own = choices.columns(), torch.tensor([0, 1])
+    probes = [choices.probe(columns, own, generator) for _ in range(4000)]
+    products = torch.stack([u[0, :, None] * u[1] for u in probes])
     assert worst_z_score(products, torch.zeros(4, 4).double()) < allowed_z_score(16)

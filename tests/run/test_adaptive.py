@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.core import Core
-from neuromanifold.estimators.adaptive import Plan
-from neuromanifold.estimators.allocation import EIGENPAIRS
+from neuromanifold.estimators.adaptive import EIGENPAIRS, Plan
 from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import windows
 from neuromanifold.run.methods import PerSample

@@ -1,4 +1,4 @@
-"""Adaptive passes where everyone is kept: each batch's own passes, and rows for eigenvectors of noisy samples.
+"""Adaptive passes where everyone is kept: each batch's own passes, and rows for columns of noisy samples.
 
 The truth is that of `test_adaptive.by_hand`: float64, one derivative after the other.
 """
@@ -42,13 +42,13 @@ def test_unbiased(name: str, base: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_the_twin_without_rows_of_eigenvectors_is_biased(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_twin_without_rows_of_columns_is_biased(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows.AdaptiveSteps, "_send_columns", lambda *_: None)
     assert z_score(CASES[name], COST, 14) > allowed(14)
 
 
-def test_the_twin_with_whole_probes_beside_eigenvectors_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leading eigenvectors count twice."""
+def test_the_twin_with_whole_probes_beside_columns_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first columns count twice."""
     monkeypatch.setattr(windows.AdaptiveSteps, "_without", lambda _, drawn, *__: drawn)
     assert z_score(CASES["ten classes, confident"], COST, 14) > allowed(14)
 
@@ -62,8 +62,8 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
         def decided(self: Any, drawn: Iterator[Cotangent], rows: Tensor, *given: Any) -> Iterator[Cotangent]:
             whole = list(drawn)
             (other,) = without(self, iter(whole), rows, *given)
-            sizes, core = whole[0].values[rows].square().sum(-1), nm.Categorical(given[0].logits)
-            some = sizes < core.trace() if peeks else torch.rand(len(sizes)) < 0.5
+            sizes, traces = whole[0].values[rows].square().sum(-1), 1 - given[0].weights.square().sum(-1)
+            some = sizes < traces if peeks else torch.rand(len(sizes)) < 0.5
             for owner, values in waiting.pop():
                 values[some[owner]] = 0.0
             mixed = torch.where(some[:, None], whole[0].values[rows], other.values[rows])
@@ -91,7 +91,7 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
 def test_exact_where_the_cost_allows(name: str, base: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows for all eigenvectors: nothing is random, and error bars are at most those of the smallest one."""
+    """Rows for all columns: nothing is random."""
     monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone", base))
     found = CASES[name].estimate(20.0, granularity="sample")
     torch.testing.assert_close(flat(found), CASES[name].truth, rtol=1e-8, atol=1e-13)
@@ -107,10 +107,10 @@ def test_standard_errors_have_the_right_size(name: str, least: float) -> None:
     assert least < error_over_claimed(CASES[name], COST, 16) < 1.5
 
 
-def test_eigenvectors_taken_for_noisy_would_widen_error_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_taken_for_noisy_would_widen_error_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["ten classes, confident"]
     ours = float(flat(case.estimate(2 * COST), "stderr").square().sum())
-    monkeypatch.setattr(windows, "_EIGENVECTORS", NoiseFactors(2 / 3, 2 / 3, 2 / 3))
+    monkeypatch.setattr(windows, "_NOISE", NoiseFactors(2 / 3, 2 / 3, 2 / 3))
     assert float(flat(case.estimate(2 * COST), "stderr").square().sum()) > 10 * ours
 
 

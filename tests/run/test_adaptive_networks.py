@@ -71,7 +71,7 @@ def test_unbiased(name: str) -> None:
     [n if n in ("CNN with BatchNorm", "tied embeddings") else pytest.param(n, marks=pytest.mark.slow) for n in ALL],
 )
 def test_unbiased_where_everyone_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the samples are like, eigenvectors of noisy ones have rows of their own."""
+    """Whatever the samples are like, columns of noisy ones have rows of their own."""
     monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone"))
     assert z_score(ALL[name]) < LIMIT
 

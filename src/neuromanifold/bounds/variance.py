@@ -15,7 +15,7 @@ to each other.  The first row is Theorem 11; every other statement of the paper 
     lower_variance        √λ_i v_i, i = 1..k      the low-rank core, last appendix (there for k = 1)
     deflated_variance     √λ_i v_i, (I - VVᵀ) S   not in the paper
     orthogonal_variance   √λ_i v_i; S B           not in the paper: columns in passes of their own, or shared by probes
-    adaptive_variance     √λ_i v_i; the rest      not in the paper: i > m, others have rows; probes left out at times
+    adaptive_variance     u_k, k > m; the rest    not in the paper: other u_k have rows; probes are left out at times
     monte_carlo_variance  no columns: the labels are what is random
 
 This is the noise of the probe on given data; other data would give another F, which is a different error.  All results
@@ -37,7 +37,7 @@ from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
-from neuromanifold.estimators.allocation import EIGENPAIRS
+from neuromanifold.estimators.choices import Choices
 from neuromanifold.estimators.orthogonal import leading_columns, remainder
 
 Noise = Literal["rademacher", "gaussian"]
@@ -173,36 +173,37 @@ def orthogonal_variance(
     )
 
 
-def adaptive_variance(core: Core, jacobian: Tensor, keep: Tensor, own: Tensor, known: int = EIGENPAIRS) -> Tensor:
-    """m [N] leading eigenvectors (`own`) have rows; probes of the rest are kept with probabilities π [N] (`keep`), [P].
+def adaptive_variance(core: Core, jacobian: Tensor, keep: Tensor, own: Tensor) -> Tensor:
+    """The first m [N] columns (`own`) have rows; probes of the rest are kept with probabilities π [N] (`keep`), [P].
 
-    The former are not random; a probe has the weight 1/π.  With Var that of a probe, and F_x' what it estimates,
+    Columns u_k with Σ u_k u_kᵀ = M are those of `estimators/choices.py`.  Nothing is random in their rows; a probe has
+    the weight 1/π.  With Var that of a probe, and F_x' what it estimates,
 
-        Σ_x [Var/π + (1/π - 1) F_x'²],        F_x' = F_x - Σ_{i<=m} λ_i (v_iᵀ ∂z/∂θ)²,
+        Σ_x [Var/π + (1/π - 1) F_x'²],        F_x' = F_x - Σ_{k<=m} (u_kᵀ ∂z/∂θ)²,
 
-    by E[X²]/π - F_x'² = (Var + F_x'²)/π - F_x'² for an estimate X of F_x'.  The probe has random signs along those of
-    the `known` eigenvectors that are left, and along the columns of what is left then; for m = 0 it is that of
-    `deflated_variance` with one eigenpair.  Not in the paper.
+    by E[X²]/π - F_x'² = (Var + F_x'²)/π - F_x'² for an estimate X of F_x'.  The probe has random signs of the columns
+    that are left and of all other classes; for m = 0 it is that of `deflated_variance` with one eigenpair.  Not in the
+    paper.
 
     So if each is kept independently of the others.  `Adaptive` keeps a given number of them, which takes out most of
     the noise that similar samples have in common.
     """
-    J, n = _checked(core, jacobian), core.batch_shape[0]
-    pi, m = torch.as_tensor(keep).double().to(J.device), torch.as_tensor(own).to(J.device)
+    J, n, choices = _checked(core, jacobian), core.batch_shape[0], Choices.of(core)
+    if choices is None:
+        raise TypeError(message("core", "a nm.Categorical, nm.Bernoulli or nm.Gaussian", type(core).__name__))
+    pi, m, k = torch.as_tensor(keep).double().to(J.device), torch.as_tensor(own).to(J.device), choices.count
     for value, argument in ((pi, "keep"), (m, "own")):
         if value.shape != (n,):
             raise ValueError(message(argument, f"of shape [{n}]: one for each sample", f"shape {list(value.shape)}"))
-    known = min(integer_in_range(known, "known", 1, 10**9, "how many eigenpairs are known"), core.dim)
-    if m.is_floating_point() or not bool(((m >= 0) & (m <= known)).all()):
-        raise ValueError(message("own", f"whole numbers between 0 and {known}, the known eigenpairs", f"{m.tolist()}"))
-
-    def squares(k: int) -> Tensor:
-        """Squared derivatives along the columns of a probe with signs along k - m eigenvectors, [n, k + c, p]."""
-        leading, rest = _leading_columns(core, J, k)
-        left = torch.arange(k, device=J.device) >= m[:, None]
-        return torch.cat([leading * left[..., None], _full_columns(core, rest)], 1).square()
-
-    default, other, any_own = squares(1), squares(known), m[:, None] > 0
+    if m.is_floating_point() or not bool(((m >= 0) & (m <= k)).all()):
+        raise ValueError(message("own", f"whole numbers between 0 and {k}, the number of columns", f"{m.tolist()}"))
+    first, others = _leading_columns(core, J, 1)
+    default = torch.cat([first, _full_columns(core, others)], 1).square()  # [n, 1 + c, p]
+    left = torch.arange(k, device=J.device) >= m[:, None]
+    along = _derivatives_along(choices.columns().transpose(0, 1), J) * left[..., None]
+    axes = torch.eye(core.dim, dtype=core.dtype, device=core.device)[:, None, :].expand(-1, n, -1)
+    other = torch.cat([along, _derivatives_along(choices.mix(axes), J)], 1).square()  # [n, k + c, p]
+    any_own = m[:, None] > 0
     noise = 2 * torch.where(any_own, _sum_of_products(other.mT), _sum_of_products(default.mT))  # Var [n, p]
     F = torch.where(any_own, other.sum(1), default.sum(1))  # F' [n, p]
     nothing = F.amax(-1) <= 1e-20 * _full_columns(core, J).square().sum(1).amax(-1) if F.numel() else pi > 0

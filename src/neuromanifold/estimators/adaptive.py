@@ -1,6 +1,6 @@
-"""Adaptive passes as an estimator: the strategy of a window, and the draw of samples whose probes are kept.
+"""Adaptive passes as an estimator: the strategy of a window, and the draw of samples that are kept.
 
-Which samples and eigenvectors are worth rows is in `allocation.py`; `run/windows.py` runs them.
+Which samples and columns are worth rows is in `allocation.py`; `run/windows.py` runs them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.core.checks import finite_number, integer_in_range
-from neuromanifold.estimators.allocation import EIGENPAIRS, Allocation, Scores, allocate, best_rows, variance
+from neuromanifold.estimators.allocation import Allocation, Scores, allocate, best_rows, variance
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.hutchinson import Hutchinson
+
+EIGENPAIRS = 8  # of a sample, at most, that have passes of their own where all samples have several
 
 # A strategy is chosen if the variance that it is predicted to have is below a share of another one's:
 _FEWER = 0.9  # of that of equal passes, below which outputs are worth computing first
@@ -29,13 +31,13 @@ _SMALL = 0.125  # in units of (mean t)² of a sample: where everyone is kept wit
 class Adaptive(Estimator):
     """Unbiased like `Hutchinson`, at a given cost, with passes for the samples whose estimates would be noisy.
 
-    On trained classifiers few samples carry most of F and of its noise, and outputs say which: their leading
-    eigenvectors get passes of their own, in which nothing is random.  Above a cost of one everyone is kept where that
-    is as good: to each batch's own pass, full batches of eigenvectors of noisy samples are added.  Else the outputs of
+    On trained classifiers few samples carry most of F and of its noise, and outputs say which: the largest columns of
+    their metrics get passes of their own, in which nothing is random.  Above a cost of one everyone is kept where that
+    is as good: to each batch's own pass, full batches with columns of noisy samples are added.  Else the outputs of
     `window` batches are computed first.  Samples that contribute little, or what is left of a sample without its
-    leading eigenvectors, are then left out at random, and weighted where they are kept.  Where all samples are alike,
-    as with near-uniform predictions, all get the same number of passes, and nothing is computed twice.  Which of these
-    is done is decided for each window by its first batch (`plan`).
+    largest columns, are then left out at random, and weighted where they are kept.  Where all samples are alike, as
+    with near-uniform predictions, all get the same number of passes, and nothing is computed twice.  Which of these is
+    done is decided for each window by its first batch (`plan`).
 
     Args:
         cost: in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
@@ -102,11 +104,11 @@ class Plan(NamedTuple):
     """How the samples of a window are treated: equal passes, rows for noisy ones, or rows for a choice of them."""
 
     strategy: Literal["alike", "everyone", "chosen"]
-    base: int = 1  # where everyone is kept, the passes of each batch: eigenvectors first, the probe last
+    base: int = 1  # where everyone is kept, the passes of each batch: columns first, the probe last
 
 
 def plan(estimator: Adaptive, scores: Scores) -> Plan:
-    """Return how to treat samples like these, whose eigenvalues are all known, or of none.
+    """Return how to treat samples like these.
 
     At a cost of one or more, samples are left out only where this takes three quarters of the variance, and where what
     everyone has is not small anyway.  For entries to which few samples contribute suffer from it, which the sum of

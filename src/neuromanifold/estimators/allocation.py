@@ -1,20 +1,20 @@
 """Rows where the noise is: which samples are worth several of them, and what can be left out at times.
 
 A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  A sample has m rows for
-its leading eigenvectors, ±√λ_i v_i, in which nothing is random, and one for a probe of all that is left, which is
-M - Σ_{i<=m} λ_i v_i v_iᵀ.  All rows cost the same, so that any of them can be together in a full batch.  The row with
-the probe may be left out: it is kept with probability π, and has the weight 1/π then.  That is unbiased, since π and m
-depend on outputs alone.
+the first of its columns, M = Σ_k u_k u_kᵀ (`choices.py`), in which nothing is random but the signs ±u_k, and one for a
+probe of all that is left, M_m = Σ_{k>m} u_k u_kᵀ.  All rows cost the same, so that any of them can be together in a
+full batch.  The row with the probe may be left out: it is kept with probability π, and has the weight 1/π then.  That
+is unbiased, since π and m depend on outputs alone.
 
 A sample's output distribution says, before any backward pass, how large its part of F is and how noisy an estimate of
-it would be.  Let R and Q be the sums of λ_i and of λ_i² over i > m.  On average over directions of J, and up to one
-factor for all samples, the part f of F that is left for the probe, the probe's variance, and that of the sample are
+it would be.  Let R = tr M_m and Q = ‖M_m‖².  On average over directions of J, and up to one factor for all samples, the
+part f of F that is left for the probe, the probe's variance, and that of the sample are
 
     f² = R² + 2Q,       2S² = 2 (R² - Q),       V = 2S²/π + (1/π - 1) f² = 2S² + 3R² (1/π - 1).
 
-Where all probes are kept, a row for eigenvector m takes 4 λ_m R_m from V.  That falls with m, so that the best rows are
-those that take most (`best_rows`).  Where probes may be left out, the least Σ V for a number of rows (`allocate`) has
-one price μ of a row for all samples, in units of variance, and for each sample
+Where all probes are kept, what a row takes from V falls with m, so that the best rows are those that take most
+(`best_rows`).  Where probes may be left out, the least Σ V for a number of rows (`allocate`) has one price μ of a row
+for all samples, in units of variance, and for each sample
 
     π = min(1, R √(3/μ)),       m the number with the least V + μ (π + m).
 
@@ -30,9 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.estimators.orthogonal import least_noise, noise_without, rest_without
-
-EIGENPAIRS = 9  # of a sample, at most, that may have passes or rows of their own: all of them for ten classes
+from neuromanifold.estimators.orthogonal import least_noise
 
 
 class Scores(NamedTuple):
@@ -40,51 +38,34 @@ class Scores(NamedTuple):
 
     trace: Tensor  # [n] t, over all positions of a sample
     squared_norm: Tensor  # [n] q
-    values: Tensor  # [n, k] the leading eigenvalues, zero where they are not known
-    rest: Tensor  # [n, k + 1] R, the trace without the m leading eigenvectors
-    noise: Tensor  # [n, k + 1] S² of a probe without them
+    rest: Tensor  # [n, k + 1] t_m of what is left without the first m columns
+    noise: Tensor  # [n, k + 1] S²_m of a probe of that
     rank: int
-
-    @staticmethod
-    def of(
-        trace: Tensor, squared_norm: Tensor, rank: int, rows: Tensor | None = None, values: Tensor | None = None
-    ) -> Scores:
-        """Scores of samples, of some of which, `rows` [c], the leading eigenvalues [c, k] are known."""
-        t, q, k = trace.double(), squared_norm.double(), 0 if values is None else values.shape[-1]
-        known = torch.zeros(len(t), k, dtype=torch.float64)
-        rest, noise = (one[:, None].repeat(1, k + 1) for one in (t, (t.square() - q).clamp(min=0)))
-        if rows is not None and values is not None:
-            known[rows] = torch.where(t[rows, None] > 0, values.double(), 0.0)
-            rest[rows] = rest_without(known[rows], t[rows], rank)
-            noise[rows] = noise_without(known[rows], t[rows], q[rows], rank)
-        return Scores(t, q, known, rest, noise, rank)
 
     def only(self, rows: Tensor) -> Scores:
         """The scores of some of the samples."""
-        trace, squared_norm, values, rest, noise = (one[rows] for one in self[:5])
-        return Scores(trace, squared_norm, values, rest, noise, self.rank)
+        return Scores(self.trace[rows], self.squared_norm[rows], self.rest[rows], self.noise[rows], self.rank)
 
     @property
     def gains(self) -> Tensor:
-        """How much of the variance a row for each eigenvector takes, [n, k], falling from left to right."""
-        return 4 * self.values * self.rest[:, 1:]
+        """How much of the variance a row for each column takes, [n, k], falling from left to right."""
+        return 2 * (self.noise[:, :-1] - self.noise[:, 1:]).clamp(min=0)
 
     def with_passes(self, passes: float) -> Tensor:
-        """S² of the same number of passes for all, [n], of whom all eigenvalues are known, or none are.
+        """S² of the same number of passes for all, [n]; between two numbers of passes it is interpolated.
 
-        Between two numbers of passes it is interpolated.
+        Columns stand for the eigenvectors that such passes are made of.
         """
         low, share = math.floor(passes), passes - math.floor(passes)
-        choices = torch.tensor([min(m, self.rank) for m in (low, low + 1)], dtype=torch.float64)
-        noise = least_noise(self.values, self.trace, self.squared_norm, self.rank, choices)
+        noise = least_noise(self.noise, self.rank, torch.tensor([min(m, self.rank) for m in (low, low + 1)]))
         return noise[:, 0] + share * (noise[:, 1] - noise[:, 0])
 
 
 class Allocation(NamedTuple):
-    """How often each sample's probe is kept, and how many of its eigenvectors have rows of their own."""
+    """How often each sample's probe is kept, and how many of its columns have rows of their own."""
 
     keep: Tensor  # [n] π
-    own: Tensor  # [n] m
+    own: Tensor  # [n] m, columns with rows of their own
 
     @staticmethod
     def alike(samples: int, keep: float = 1.0) -> Allocation:
@@ -96,11 +77,11 @@ class Allocation(NamedTuple):
         return Allocation(self.keep[rows], self.own[rows])
 
     def noise(self, scores: Scores) -> Tensor:
-        """S² of each sample's probe, [n]."""
+        """S²_m of each sample, [n]."""
         return scores.noise.gather(1, self.own[:, None])[:, 0]
 
     def rest(self, scores: Scores) -> Tensor:
-        """R, the trace of what is left for each sample's probe, [n]."""
+        """t_m of each sample, [n]."""
         return scores.rest.gather(1, self.own[:, None])[:, 0]
 
     def variance(self, scores: Scores) -> float:
@@ -120,7 +101,7 @@ def variance(noise: Tensor, rest: Tensor, keep: Tensor | float = 1.0) -> float:
 
 
 def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
-    """Return how many eigenvectors of each sample are among the `count` with the largest gains, [n].
+    """Return how many columns of each sample are among the `count` with the largest gains, [n].
 
     `least`: of as many from the first on, all samples have rows anyway, which are not counted.
     """

@@ -101,7 +101,15 @@ class Estimator(ABC):
 
 
 def random_signs(core: Core, size: int, generator: torch.Generator) -> Tensor:
-    """Draw ±1 with even odds, [..., size]."""
-    shape = (*core.batch_shape, size)
-    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=core.device)
-    return bits.to(core.dtype).mul_(2).sub_(1)
+    """Draw ±1 with even odds for each distribution, [..., size]."""
+    return _signs((*core.batch_shape, size), generator, core.dtype, core.device)
+
+
+def signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw ±1 with even odds, of a tensor's dtype and on its device."""
+    return _signs(shape, generator, like.dtype, like.device)
+
+
+def _signs(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+    bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=device)
+    return bits.to(dtype).mul_(2).sub_(1)

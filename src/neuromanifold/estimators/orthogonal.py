@@ -10,11 +10,6 @@ and all d of them give that matrix without any error.  The h_j are columns of a 
 are offered: `hartley_columns` (random signs, like Rademacher noise) and `haar_columns` (a uniformly random frame).  No
 d×d matrix is ever made.
 
-A single probe, with signs along the eigenvectors that are known, has less noise (`noise_without`): that of a batch in
-which all distributions have equally many passes (`peeled`), and that of a distribution some of whose eigenvectors have
-rows of their own in other batches (`probe_without`).  How noisy each choice is on average over directions of J follows
-from λ, tr M and ‖M‖² alone: `remaining_noise`, `least_noise`, `noise_without`.
-
 Axis letters: c class, k eigenpair, d dimension that is left, m probe, b pair of columns.
 """
 
@@ -50,39 +45,28 @@ def remaining_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int,
     which is half the variance of an entry (`bounds.orthogonal_probe_variance`) on average over directions of J, where
     the axes are eigenvectors.  One pass at least is for the rest.
     """
-    products = noise_without(values, trace, squared_norm, d)
-    own = torch.arange(min(products.shape[-1], m), device=values.device)
-    return products[..., : len(own)] * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
-
-
-def least_noise(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int, m: Tensor) -> Tensor:
-    """The least of `remaining_noise` for each number of passes m [j], [n, j]."""
-    products = noise_without(values, trace, squared_norm, d)  # [n, k + 1]
-    m, own = m.to(products)[:, None], torch.arange(products.shape[-1], device=products.device)
-    factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
-    return (products[:, None] * factors).masked_fill_(own >= m, math.inf).amin(-1)
-
-
-def noise_without(values: Tensor, trace: Tensor, squared_norm: Tensor, d: int) -> Tensor:
-    """R² - Q of what is left without 0, 1, ... leading eigenvectors, S² of a single pass for that, [..., k + 1]."""
-    values, rest = values[..., :d].double(), rest_without(values, trace, d)
-    R, last = rest[..., -1:], values[..., -1:] if values.shape[-1] else trace.double()[..., None]
-    Q = (squared_norm.double()[..., None] - values.square().sum(-1, keepdim=True)).clamp(min=0).minimum(last * R)
-    products = 2 * values * rest[..., 1:]  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
-    return _sums_to_the_last(products, (R.square() - Q).clamp(min=0))
-
-
-def rest_without(values: Tensor, trace: Tensor, d: int) -> Tensor:
-    """R = Σ λ of what is left without 0, 1, ... leading eigenvectors, [..., k + 1]; at most d - k times the last λ."""
-    values, trace = values[..., :d].double(), trace.double()[..., None]
+    values = values[..., : min(values.shape[-1], d)].double()
     k = values.shape[-1]
-    last = values[..., -1:] if k else trace
-    return _sums_to_the_last(values, (trace - values.sum(-1, keepdim=True)).clamp(min=0).minimum((d - k) * last))
+    last = values[..., -1] if k else trace.double()
+    rest = (trace.double() - values.sum(-1)).clamp(min=0).minimum((d - k) * last)  # R after all k
+    squares = (squared_norm.double() - values.square().sum(-1)).clamp(min=0).minimum(last * rest)  # Q
+    products = [(rest.square() - squares).clamp(min=0)]
+    for i in reversed(range(k)):  # (R + λ)² - (Q + λ²) = R² - Q + 2Rλ: nothing cancels
+        products.append(products[-1] + 2 * rest * values[..., i])
+        rest = rest + values[..., i]
+    own = torch.arange(min(k + 1, m), device=values.device)
+    left = torch.stack(products[::-1], -1)[..., : len(own)]
+    return left * (max(0, d - m) / ((m - own) * (d - own - 1).clamp(min=1)))
 
 
-def _sums_to_the_last(x: Tensor, last: Tensor) -> Tensor:
-    """Σ_{j>=i} x_j + last, [..., k + 1], for x [..., k] and last [..., 1]: the smallest are added first."""
-    return torch.cat([x, last], -1).flip(-1).cumsum(-1).flip(-1)
+def least_noise(left: Tensor, d: int, m: Tensor) -> Tensor:
+    """The least S² of `remaining_noise` for each number of passes m [j], [n, j].
+
+    `left`: R² - Q without 0, 1, ... of the d columns, [n, k + 1].
+    """
+    m, own = m.to(left)[:, None], torch.arange(left.shape[-1], device=left.device)
+    factors = (d - m).clamp(min=0) / ((m - own).clamp(min=1) * (d - own - 1).clamp(min=1))  # [j, k + 1]
+    return (left[:, None] * factors).masked_fill_(own >= m, math.inf).amin(-1)
 
 
 class Leading(NamedTuple):
@@ -177,24 +161,6 @@ def all_the_rest(core: Core, own: Tensor, signed: Tensor, generator: torch.Gener
     probe = (random_signs(core, signed.shape[-2], generator)[..., None] * signed).sum(-2)
     noise_dim, mix = remainder(core, torch.cat([own, signed], dim=-2))
     return probe + mix(random_signs(core, noise_dim, generator)) if noise_dim else probe
-
-
-def probe_without(core: Core, pairs: Spectrum, own: Tensor, generator: torch.Generator) -> Tensor:
-    """One probe for all but the `own` [n] leading eigenvectors of each distribution, given k of its eigenpairs:
-
-        u = Σ_{own<i<=k} ε_i √λ_i v_i + (I - VVᵀ) S ξ,        E[u uᵀ] = M - Σ_{i<=own} λ_i v_i v_iᵀ,
-
-    with random signs ε and ξ: what is left beyond the k pairs has signs along classes, and is zero if k is the rank.
-    """
-    columns = pairs.factor()  # [n, k, C]
-    signs = random_signs(core, columns.shape[-2], generator)
-    others = torch.arange(columns.shape[-2]) >= own[:, None]
-    probe = ((signs * others.to(signs.device))[..., None] * columns).sum(-2)
-    if columns.shape[-2] == core.rank:
-        return probe
-    rest = core.factor(random_signs(core, core.dim, generator))
-    along = (pairs.vectors * rest[..., None, :]).sum(-1, keepdim=True)
-    return probe + rest - (along * pairs.vectors).sum(-2)
 
 
 def orthonormal_noise(

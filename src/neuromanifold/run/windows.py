@@ -5,10 +5,10 @@ A row is a sample in a batch, with a cotangent of its own (estimators/allocation
 for each window of batches
     outputs of its first batch                      captured; the scores of its samples decide (estimators/adaptive.py)
     alike                                           backward follows for each batch, with equal passes for all samples
-    everyone                                        backward follows for each batch; what the probes of noisy samples
-                                                    are without comes in rows of eigenvectors, at the end
+    everyone                                        backward follows for each batch; columns that probes of noisy
+                                                    samples are without have rows of their own, at the end
     chosen                                          outputs of all batches first, without a graph, for scores alone;
-                                                    then rows of those that are kept, and rows of eigenvectors
+                                                    then rows with probes of those that are kept, and rows of columns
 Rows are taken from batches of the same kind and make full batches: forward, and a single backward pass.
 
 All random numbers of a window follow from the seed and the numbers of its batches.  No more than one graph is held.
@@ -16,7 +16,6 @@ All random numbers of a window follow from the seed and the numbers of its batch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -24,22 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import message
-from neuromanifold.core.diagonal import DiagonalCore
-from neuromanifold.core.spectrum import Spectrum
 from neuromanifold.estimators import Hutchinson, NoiseFactors
 from neuromanifold.estimators.adaptive import Adaptive, Plan, chosen, in_full_groups, plan, several
-from neuromanifold.estimators.allocation import (
-    EIGENPAIRS,
-    Allocation,
-    Scores,
-    allocate,
-    among_the_best,
-    best_rows,
-)
-from neuromanifold.estimators.base import random_signs
-from neuromanifold.estimators.orthogonal import probe_without
+from neuromanifold.estimators.allocation import Allocation, Scores, allocate, among_the_best, best_rows
+from neuromanifold.estimators.base import signs
+from neuromanifold.estimators.choices import Choices
 from neuromanifold.persample.accumulate import GradientSums
 from neuromanifold.problem.batches import Batch, SomeSamples, Taken, gather, kind_of
 from neuromanifold.problem.cotangents import Cotangent, weighted
@@ -48,7 +37,7 @@ from neuromanifold.problem.suspicions import samples_influence_each_other
 from neuromanifold.run.counts import Counts
 from neuromanifold.run.methods import Method
 
-_EIGENVECTORS = NoiseFactors(batch=Hutchinson.noise_factor)  # their signs are random, which only a batch's sum shows
+_NOISE = NoiseFactors(batch=Hutchinson.noise_factor)  # of columns: their signs are random, which only a sum shows
 
 
 class _Seen(NamedTuple):
@@ -58,36 +47,21 @@ class _Seen(NamedTuple):
     trace: Tensor  # [B] tr M, over all positions of a sample
     squared_norm: Tensor  # [B] ‖M‖²
     rank: int
-    logits: Tensor | None  # [B, C], if a sample has a single output distribution of known eigenvectors
+    logits: Tensor | None  # [B, C], if a sample has a single output distribution
+    choices: Choices | None  # of the same
 
     @property
     def samples(self) -> int:
         return len(self.trace)
 
 
-class _Pairs(NamedTuple):
-    """The leading eigenpairs of some samples of a window."""
-
-    numbers: Tensor  # of these samples, [c]
-    logits: Tensor  # [c, C]
-    spectrum: Spectrum
-
-    def of(self, numbers: Tensor) -> _Pairs:
-        """The eigenpairs of some of these samples."""
-        places = self.numbers.new_zeros(int(self.numbers.max()) + 1)
-        places[self.numbers] = torch.arange(len(self.numbers))
-        rows = places[numbers].to(self.logits.device)
-        values, vectors = self.spectrum
-        return _Pairs(numbers, self.logits[rows], Spectrum(values[rows], vectors[rows]))
-
-
 class _Columns(NamedTuple):
-    """Eigenvectors ±√λ_i v_i of some samples of a batch, which have rows of their own."""
+    """Columns ±u_k of some samples of a batch, which have rows of their own."""
 
     taken: Taken
     kind: object
     logits: Tensor  # [k, C] of these samples
-    owner: Tensor  # [r] which of them each eigenvector is of
+    owner: Tensor  # [r] which of them each column is of
     values: Tensor  # [r, C]
 
 
@@ -111,7 +85,7 @@ class AdaptiveSteps:
             got = "batches that cannot be split, or samples that influence each other"
             raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
         seen = self._see(first, outputs)
-        scores, _ = self._scores([seen], seen.samples)
+        scores, _ = self._scores([seen])
         how, base = plan(self._estimator, scores) if regroups else Plan("alike")
         if how == "chosen":
             return self._by_scores(seen, [first, *rest], outputs)
@@ -161,33 +135,32 @@ class AdaptiveSteps:
                 outputs = self._method.forward(batch)
                 seen = self._see(batch, outputs)
             size, samples = max(size, seen.samples), samples + seen.samples
-            rows, left = (self._estimator.rows(n, base) for n in (seen.samples, samples))
-            scores, pairs = self._scores([seen], seen.samples if base > 1 else 2 * rows + 8)
+            scores, choices = self._scores([seen])
             passes = min(base, max(1, scores.gains.shape[1]))
             before.append(scores.gains[:, passes - 1 :].flatten())
-            wanted = among_the_best(before, left)
-            left -= sum(len(one.owner) for one in later)
+            rows = self._estimator.rows(samples, base)
+            wanted, left = among_the_best(before, rows), rows - sum(len(one.owner) for one in later)
             own = torch.where(scores.trace > 0, best_rows(scores.gains, min(wanted, left), passes - 1), 0)
             self._method.seed(batch.number)
-            self._send(batch, outputs, self._passes(outputs, seen, pairs, own, passes, later))
+            self._send(batch, outputs, self._passes(outputs, seen, choices, own, passes, later))
             self._note_allocation(scores, Allocation(torch.ones_like(scores.trace), own))
             outputs = outputs.detached()
             yield batch, outputs
         self._send_columns(later, size)
 
     def _passes(
-        self, outputs: Outputs, seen: _Seen, pairs: _Pairs | None, own: Tensor, passes: int, later: list[_Columns]
+        self, outputs: Outputs, seen: _Seen, choices: Choices | None, own: Tensor, passes: int, later: list[_Columns]
     ) -> Iterator[Cotangent]:
-        """The passes of a batch: eigenvectors, and a probe of what is left; eigenvectors beyond these are for later."""
+        """The passes of a batch: columns, and a probe of what is left; columns beyond these are for later."""
         drawn, rows = self._method.cotangents(outputs, several(1)), own.nonzero()[:, 0]
-        if pairs is not None and len(rows):
-            pairs = pairs.of(rows)
-            columns = self._signed(pairs)
-            later.extend(self._columns(seen, rows, pairs, columns, own[rows], passes - 1))
+        if choices is not None and len(rows):
+            some = choices.only(rows)
+            columns = some.columns()
             for i in range(passes - 1):
                 zeros = torch.zeros_like(outputs.logits.detach())
-                yield Cotangent(_with_rows(zeros, rows, columns[:, i]), _EIGENVECTORS, passes - i)
-            drawn = self._without(drawn, rows, pairs, own[rows])
+                yield Cotangent(_with_rows(zeros, rows, self._signed(columns[:, i])), _NOISE, passes - i)
+            later.extend(self._columns(seen, rows, columns, own[rows], passes - 1))
+            drawn = self._without(drawn, rows, some, columns, own[rows])
         yield from drawn
 
     # ------------------------------------------------------------------------------------------ a choice of samples
@@ -204,7 +177,7 @@ class AdaptiveSteps:
         self._method.seed(batches[0].number)
         starts = list(accumulate((one.samples for one in window), initial=0))
         budget, size = (self._estimator.cost - 1 / 3) * starts[-1], max(1, *(one.samples for one in window))
-        scores, pairs = self._scores(window, math.ceil(budget))
+        scores, choices = self._scores(window)
         allocation = allocate(scores, budget)
         kinds = [kind_of(one.batch, one.samples, self._problem.batch_dim) for one in window]
         if len(set(kinds)) == 1:
@@ -217,9 +190,9 @@ class AdaptiveSteps:
         later = list[_Columns]()
         for start, stop, one in zip(starts, starts[1:], window, strict=False):
             rows = allocation.own[start:stop].nonzero()[:, 0]
-            if pairs is not None and len(rows):
-                some = pairs.of(start + rows)
-                later.extend(self._columns(one, rows, some, self._signed(some), allocation.own[some.numbers]))
+            if choices is not None and len(rows):
+                columns = choices.only(start + rows).columns()
+                later.extend(self._columns(one, rows, columns, allocation.own[start + rows]))
         owner = torch.repeat_interleave(torch.tensor([one.samples for one in window]))  # the batch of each sample
         for kind in dict.fromkeys(kinds):
             numbers = [b for b, other in enumerate(kinds) if other == kind]
@@ -227,11 +200,11 @@ class AdaptiveSteps:
             certain = allocation.keep[own] >= 1  # apart from the others: a group has one constant for its noise
             for group in (*torch.split(own[certain], size), *torch.split(own[~certain], size)):
                 if len(group):
-                    self._run_group(group, scores, allocation, window, pairs)
+                    self._run_group(group, scores, allocation, window, choices)
         self._send_columns(later, size)
 
     def _run_group(
-        self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Seen], pairs: _Pairs | None
+        self, group: Tensor, scores: Scores, allocation: Allocation, window: list[_Seen], choices: Choices | None
     ) -> None:
         """A batch of some samples of a window, in the order of the data, with a probe for each."""
         bounds = torch.tensor([0, *(one.samples for one in window)]).cumsum(0)
@@ -244,8 +217,9 @@ class AdaptiveSteps:
         batch, own = gather(parts), allocation.own[group]
         outputs = self._forward(batch, expected)
         drawn, rows = self._method.cotangents(outputs, several(1)), own.nonzero()[:, 0]
-        if pairs is not None and len(rows):
-            drawn = self._without(drawn, rows, pairs.of(group[rows]), own[rows])
+        if choices is not None and len(rows):
+            some = choices.only(group[rows])
+            drawn = self._without(drawn, rows, some, some.columns(), own[rows])
         self._send_weighted(batch, outputs, drawn, allocation.keep[group], allocation.rest(scores)[group])
 
     def _at_random(self, scores: Scores, batches: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
@@ -278,37 +252,34 @@ class AdaptiveSteps:
         mean = float((keep * weights).sum() / weights.sum()) if float(weights.sum()) else 1.0
         self._send(batch, outputs, weighted(drawn, keep, mean))
 
-    # ------------------------------------------------------------------------------------------------- eigenvectors
+    # ----------------------------------------------------------------------------------------------------- columns
 
-    def _signed(self, pairs: _Pairs) -> Tensor:
-        """±√λ_i v_i, [c, k, C]."""
-        core = self._core(pairs.logits)
-        columns = pairs.spectrum.factor()
-        return random_signs(core, columns.shape[1], self._method.generator)[..., None] * columns
+    def _signed(self, columns: Tensor) -> Tensor:
+        """±u [r, C], with a random sign for each: so that gradients of a whole batch can be squared."""
+        return columns * signs((len(columns), 1), columns, self._method.generator)
 
-    def _without(self, drawn: Iterator[Cotangent], rows: Tensor, pairs: _Pairs, own: Tensor) -> Iterator[Cotangent]:
-        """Cotangents of single passes in which these samples have probes without their leading eigenvectors."""
+    def _without(
+        self, drawn: Iterator[Cotangent], rows: Tensor, choices: Choices, columns: Tensor, own: Tensor
+    ) -> Iterator[Cotangent]:
+        """Cotangents of single passes in which these samples have probes without their first columns."""
         for one in drawn:
-            probes = probe_without(self._core(pairs.logits), pairs.spectrum, own, self._method.generator)
+            probes = choices.probe(columns, own, self._method.generator)
             yield one._replace(values=_with_rows(one.values, rows, probes))
 
-    def _columns(
-        self, seen: _Seen, rows: Tensor, pairs: _Pairs, columns: Tensor, own: Tensor, sent: int = 0
-    ) -> list[_Columns]:
-        """The leading eigenvectors of samples of a batch that have not been sent, if there are any."""
+    def _columns(self, seen: _Seen, rows: Tensor, columns: Tensor, own: Tensor, sent: int = 0) -> list[_Columns]:
+        """The first columns [n, k, C] of samples of a batch that have not been sent, if there are any."""
         index = torch.arange(columns.shape[1])
-        some = (own > sent).nonzero()[:, 0]
-        owner, i = ((index >= sent) & (index < own[some, None])).nonzero().unbind(1)
-        if not len(owner):
+        owner, k = ((index >= sent) & (index < own[:, None])).nonzero().unbind(1)
+        if not len(owner) or seen.logits is None:
             return []
-        dim, on = self._problem.batch_dim, some.to(columns.device)
-        taken = SomeSamples(seen.batch, seen.samples, rows[some]).taken(dim)
+        dim, device = self._problem.batch_dim, columns.device
+        taken = SomeSamples(seen.batch, seen.samples, rows).taken(dim)
         kind = kind_of(seen.batch, seen.samples, dim), columns.shape[-1]
-        values = columns[on][owner.to(columns.device), i.to(columns.device)]
-        return [_Columns(taken, kind, pairs.logits[on], owner, values)]
+        values = self._signed(columns[owner.to(device), k.to(device)])
+        return [_Columns(taken, kind, seen.logits[rows.to(device)], owner, values)]
 
     def _send_columns(self, columns: list[_Columns], size: int) -> None:
-        """Rows of eigenvectors in full batches of samples of the same kind."""
+        """Rows of columns in full batches of samples of the same kind."""
         for kind in dict.fromkeys(one.kind for one in columns):
             parts = [one for one in columns if one.kind == kind]
             starts = accumulate((len(one.logits) for one in parts), initial=0)
@@ -319,7 +290,7 @@ class AdaptiveSteps:
                 batch = together.only(owner[group])
                 outputs = self._forward(batch, [logits[owner[group].to(logits.device)]])
                 cotangent = values[group.to(values.device)].to(outputs.logits.dtype)
-                self._send(batch, outputs, iter([Cotangent(cotangent, _EIGENVECTORS, 1)]))
+                self._send(batch, outputs, iter([Cotangent(cotangent, _NOISE, 1)]))
 
     # ------------------------------------------------------------------------------------------------------- passes
 
@@ -341,39 +312,26 @@ class AdaptiveSteps:
 
     # ------------------------------------------------------------------------------------------------------- scores
 
-    def _core(self, logits: Tensor) -> Core:
-        """The distributions of logits that have been checked before."""
-        core = self._method.validation.unchecked(logits, 0)
-        return self._problem.likelihood(logits) if core is None else core
-
     def _see(self, batch: Batch, outputs: Outputs) -> _Seen:
         """Reduce outputs to what scores are made of."""
         core = self._problem.distributions(outputs, self._method.validation, labels=False).core
         trace, norm = (outputs.per_sample(values.detach().double()) for values in (core.trace(), core.squared_norm()))
-        single = outputs.logits.ndim == 2 and core.rank > 1 and isinstance(core, (Categorical, DiagonalCore))
-        rank = core.rank if outputs.logits.ndim == 2 else 2**30  # no number of passes makes a sum over positions exact
-        return _Seen(batch, trace, norm, rank, outputs.logits.detach() if single else None)
+        if outputs.logits.ndim > 2:  # no number of passes makes a sum over positions exact
+            return _Seen(batch, trace, norm, 2**30, None, None)
+        return _Seen(batch, trace, norm, core.rank, outputs.logits.detach(), Choices.of(core))
 
-    def _scores(self, window: list[_Seen], most: int) -> tuple[Scores, _Pairs | None]:
-        """The scores of batches, with the eigenpairs of those samples, `most` at most, whose probes are the noisiest.
-
-        From a GPU all is read back at once.
-        """
+    def _scores(self, window: list[_Seen]) -> tuple[Scores, Choices | None]:
+        """The scores of batches, all read back from a GPU at once, and the columns of their samples, if known."""
         trace, norm = torch.cat([one.trace for one in window]), torch.cat([one.squared_norm for one in window])
-        logits, rank, most = (
-            [one.logits for one in window if one.logits is not None],
-            window[0].rank,
-            min(most, len(trace)),
-        )
-        if most <= 0 or len(logits) < len(window) or len({one.shape[1:] for one in logits}) > 1:
-            return Scores.of(trace.cpu(), norm.cpu(), rank), None
-        rows = (trace.square() - norm).topk(most).indices
-        some = torch.cat(logits)[rows]
-        spectrum = self._core(some).spectrum(min(EIGENPAIRS, rank))
-        found = torch.cat([trace, norm, rows.double(), spectrum.values.double().flatten()]).cpu()
-        trace, norm, chosen_, values = torch.split(found, [len(trace), len(trace), most, spectrum.values.numel()])
-        numbers = chosen_.long()
-        return Scores.of(trace, norm, rank, numbers, values.view(most, -1)), _Pairs(numbers, some, spectrum)
+        choices = Choices.joined([one.choices for one in window])
+        if choices is None:
+            noise = (trace.square() - norm).clamp(min=0)
+            parts = torch.stack([trace, norm, trace, noise]).cpu()
+            return Scores(parts[0], parts[1], parts[2][:, None], parts[3][:, None], window[0].rank), None
+        rest, noise = (torch.where(trace[:, None] > 0, part, 0.0) for part in choices.left())
+        parts = torch.cat([trace[:, None], norm[:, None], rest, noise], 1).cpu()
+        known = rest.shape[1]
+        return Scores(parts[:, 0], parts[:, 1], parts[:, 2 : 2 + known], parts[:, 2 + known :], window[0].rank), choices
 
     def _note_allocation(self, scores: Scores, done: Allocation) -> None:
         self._note_noise(done.noise(scores), done.rest(scores).square(), done.keep)
