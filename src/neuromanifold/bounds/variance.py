@@ -15,7 +15,7 @@ to each other.  The first row is Theorem 11; every other statement of the paper 
     lower_variance        √λ_i v_i, i = 1..k      the low-rank core, last appendix (there for k = 1)
     deflated_variance     √λ_i v_i, (I - VVᵀ) S   not in the paper
     orthogonal_variance   √λ_i v_i; S B           not in the paper: columns in passes of their own, or shared by probes
-    adaptive_variance     those of each sample    not in the paper: samples with passes of their own number, or left out
+    adaptive_variance     u_k, k > m; the rest    not in the paper: other u_k have rows; probes are left out at times
     monte_carlo_variance  no columns: the labels are what is random
 
 This is the noise of the probe on given data; other data would give another F, which is a different error.  All results
@@ -33,10 +33,11 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from neuromanifold.core import Bernoulli, Categorical, Core, Gaussian
+from neuromanifold.core import Categorical, Core
 from neuromanifold.core.checks import float_tensor, integer_in_range, message, number_of_passes, one_of
 from neuromanifold.core.diagonal import DiagonalCore
 from neuromanifold.core.sums import divide, square_root, sum_of_others
+from neuromanifold.estimators.choices import Choices
 from neuromanifold.estimators.orthogonal import leading_columns, remainder
 
 Noise = Literal["rademacher", "gaussian"]
@@ -172,31 +173,43 @@ def orthogonal_variance(
     )
 
 
-def adaptive_variance(core: Core, jacobian: Tensor, keep: Tensor, passes: Tensor, deflate: int = 8) -> Tensor:
-    """Samples that are kept with probabilities π [N], with m [N] passes and the weight 1/π, [P].  Not in the paper.
+def adaptive_variance(core: Core, jacobian: Tensor, keep: Tensor, own: Tensor) -> Tensor:
+    """The first m [N] columns (`own`) have rows; probes of the rest are kept with probabilities π [N] (`keep`), [P].
 
-    With Var_m(x) that of `orthogonal_variance` for a sample alone (m = 1: one deflated eigenpair), it is per-sample
+    Columns u_k with Σ u_k u_kᵀ = M are those of `estimators/choices.py`.  Nothing is random in their rows; a probe has
+    the weight 1/π.  With Var that of a probe, and F_x' what it estimates,
 
-        Σ_x [Var_m(x)/π + (1/π - 1) F_x²],
+        Σ_x [Var/π + (1/π - 1) F_x'²],        F_x' = F_x - Σ_{k<=m} (u_kᵀ ∂z/∂θ)²,
 
-    by E[X²]/π - F_x² = (Var_m + F_x²)/π - F_x² for an estimate X of F_x.  So if each is kept independently of the
-    others.  `Adaptive` keeps a given number of them, which takes out most of the noise that similar samples have in
-    common; and it decides for groups of samples with equal m how many eigenvectors have passes of their own.
+    by E[X²]/π - F_x'² = (Var + F_x'²)/π - F_x'² for an estimate X of F_x'.  The probe has random signs of the columns
+    that are left and of all other classes; for m = 0 it is that of `deflated_variance` with one eigenpair.  Not in the
+    paper.
+
+    So if each is kept independently of the others.  `Adaptive` keeps a given number of them, which takes out most of
+    the noise that similar samples have in common.
     """
-    J, n = _checked(core, jacobian), core.batch_shape[0]
-    pi, m = torch.as_tensor(keep).double().to(J.device), torch.as_tensor(passes)
-    for value, argument in ((pi, "keep"), (m, "passes")):
+    J, n, choices = _checked(core, jacobian), core.batch_shape[0], Choices.of(core)
+    if choices is None:
+        raise TypeError(message("core", "a nm.Categorical, nm.Bernoulli or nm.Gaussian", type(core).__name__))
+    pi, m, k = torch.as_tensor(keep).double().to(J.device), torch.as_tensor(own).to(J.device), choices.count
+    for value, argument in ((pi, "keep"), (m, "own")):
         if value.shape != (n,):
             raise ValueError(message(argument, f"of shape [{n}]: one for each sample", f"shape {list(value.shape)}"))
-    F = _full_columns(core, J).square().sum(1)  # [n, p]
-    if not bool(((pi <= 1) & ((pi > 0) | ((pi == 0) & ~F.any(-1)))).all()):
-        expected = "probabilities above 0 (0 only where F is zero), at most 1: otherwise the estimate is biased"
+    if m.is_floating_point() or not bool(((m >= 0) & (m <= k)).all()):
+        raise ValueError(message("own", f"whole numbers between 0 and {k}, the number of columns", f"{m.tolist()}"))
+    first, others = _leading_columns(core, J, 1)
+    default = torch.cat([first, _full_columns(core, others)], 1).square()  # [n, 1 + c, p]
+    left = torch.arange(k, device=J.device) >= m[:, None]
+    along = _derivatives_along(choices.columns().transpose(0, 1), J) * left[..., None]
+    axes = torch.eye(core.dim, dtype=core.dtype, device=core.device)[:, None, :].expand(-1, n, -1)
+    other = torch.cat([along, _derivatives_along(choices.mix(axes), J)], 1).square()  # [n, k + c, p]
+    any_own = m[:, None] > 0
+    noise = 2 * torch.where(any_own, _sum_of_products(other.mT), _sum_of_products(default.mT))  # Var [n, p]
+    F = torch.where(any_own, other.sum(1), default.sum(1))  # F' [n, p]
+    nothing = F.amax(-1) <= 1e-20 * _full_columns(core, J).square().sum(1).amax(-1) if F.numel() else pi > 0
+    if not bool(((pi <= 1) & ((pi > 0) | ((pi == 0) & nothing))).all()):
+        expected = "probabilities above 0 (0 only where nothing is left), at most 1: otherwise the estimate is biased"
         raise ValueError(message("keep", expected, f"{float(pi.amin()):g} to {float(pi.amax()):g}"))
-    variances = [
-        orthogonal_variance(_sample_of(core, x), J[x : x + 1], int(k), deflate if k > 1 else 1, granularity="sample")
-        for x, k in enumerate(m.tolist())
-    ]
-    noise = torch.stack(variances) if n else F
     return divide(noise + (1 - pi[:, None]) * F.square(), pi[:, None]).sum(0)
 
 
@@ -280,15 +293,6 @@ def cantelli(alpha: float, cv: float = CV_BOUND) -> float:
     if not 0 <= cv < math.inf:
         raise ValueError(message("cv", "a coefficient of variation, finite and >= 0", repr(cv)))
     return 1 / (1 + ((alpha - 1) / cv) ** 2) if cv else 0.0
-
-
-def _sample_of(core: Core, x: int) -> Core:
-    """The batch of one distribution."""
-    if isinstance(core, Gaussian):
-        return Gaussian(core.mean[x : x + 1], core.variance[x : x + 1])
-    if isinstance(core, (Categorical, Bernoulli)):
-        return type(core)(core.logits[x : x + 1])
-    raise TypeError(message("core", "a nm.Categorical, nm.Bernoulli or nm.Gaussian", type(core).__name__))
 
 
 def _full_columns(core: Core, J: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuromanifold.core import Core
 from neuromanifold.core.checks import finite_number, integer_in_range
-from neuromanifold.estimators.allocation import Scores, allocate, best_rows, variance
+from neuromanifold.estimators.allocation import Allocation, Scores, allocate, best_rows, variance
 from neuromanifold.estimators.base import Estimator
 from neuromanifold.estimators.hutchinson import Hutchinson
 
@@ -34,9 +34,10 @@ class Adaptive(Estimator):
     On trained classifiers few samples carry most of F and of its noise, and outputs say which: the largest columns of
     their metrics get passes of their own, in which nothing is random.  Above a cost of one everyone is kept where that
     is as good: to each batch's own pass, full batches with columns of noisy samples are added.  Else the outputs of
-    `window` batches are computed first; samples that contribute little are left out at random, and weighted where they
-    are kept.  Where all samples are alike, as with near-uniform predictions, all get the same number of passes, and
-    nothing is computed twice.  Which of these is done is decided for each window by its first batch (`plan`).
+    `window` batches are computed first.  Samples that contribute little, or what is left of a sample without its
+    largest columns, are then left out at random, and weighted where they are kept.  Where all samples are alike, as
+    with near-uniform predictions, all get the same number of passes, and nothing is computed twice.  Which of these is
+    done is decided for each window by its first batch (`plan`).
 
     Args:
         cost: in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
@@ -116,11 +117,10 @@ def plan(estimator: Adaptive, scores: Scores) -> Plan:
     cost, n, total = estimator.cost, len(scores.trace), float(scores.trace.sum())
     if 3 * cost <= 1 or not total:
         return Plan("alike")
-    equal = least = variance(scores, scores.with_passes(estimator.mean_passes), min(1.0, cost))
-    found, gains = Plan("alike"), scores.gains
+    equal = least = variance(scores.with_passes(estimator.mean_passes), scores.trace, min(1.0, cost))
+    found, gains, everyone = Plan("alike"), scores.gains, torch.ones_like(scores.trace)
     for base in range(1, min(math.floor(estimator.mean_passes), gains.shape[1]) + 1) if cost >= 1 else ():
-        own = best_rows(gains, estimator.rows(n, base), base - 1)
-        kept = variance(scores, scores.noise.gather(1, own[:, None])[:, 0])
+        kept = Allocation(everyone, best_rows(gains, estimator.rows(n, base), base - 1)).variance(scores)
         if kept < min(_FEWER * equal, least):
             found, least = Plan("everyone", base), kept
     if cost >= 1 and n * least < _SMALL * total**2:

@@ -1,26 +1,25 @@
-"""Rows where the noise is: which samples are worth several of them, and which can be left out at times.
+"""Rows where the noise is: which samples are worth several of them, and what can be left out at times.
 
-A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  Each sample that is
-kept has one row with a probe.  The first m of its columns, M = Σ_k u_k u_kᵀ (`choices.py`), may have rows of their own,
-±u_k, in which nothing is random; the probe is then one of what is left, M_m = Σ_{k>m} u_k u_kᵀ.  All rows cost the
-same, so that any of them can be together in a full batch.
+A row is a sample in a batch: a forward and a backward pass of it, with a cotangent of its own.  A sample has m rows for
+the first of its columns, M = Σ_k u_k u_kᵀ (`choices.py`), in which nothing is random but the signs ±u_k, and one for a
+probe of all that is left, M_m = Σ_{k>m} u_k u_kᵀ.  All rows cost the same, so that any of them can be together in a
+full batch.  The row with the probe may be left out: it is kept with probability π, and has the weight 1/π then.  That
+is unbiased, since π and m depend on outputs alone.
 
 A sample's output distribution says, before any backward pass, how large its part of F is and how noisy an estimate of
-it would be.  On average over directions of J, and up to one factor for all samples, with t = tr M and q = ‖M‖²,
+it would be.  Let R = tr M_m and Q = ‖M_m‖².  On average over directions of J, and up to one factor for all samples, the
+part f of F that is left for the probe, the probe's variance, and that of the sample are
 
-    F² = t² + 2q        and the variance is 2 S²_m,        S²_m = (tr M_m)² - ‖M_m‖².
+    f² = R² + 2Q,       2S² = 2 (R² - Q),       V = 2S²/π + (1/π - 1) f² = 2S² + 3R² (1/π - 1).
 
-What a row takes from the noise falls with m, so that the best rows are those that take most: a single threshold.
+Where all probes are kept, what a row takes from V falls with m, so that the best rows are those that take most
+(`best_rows`).  Where probes may be left out, the least Σ V for a number of rows (`allocate`) has one price μ of a row
+for all samples, in units of variance, and for each sample
 
-A sample that is kept with probability π gets the weight 1/π, which is unbiased since π and m depend on outputs alone.
-Its estimate has the variance V = 2 S²_m/π + (1/π - 1)(t² + 2q).  The smallest Σ V for a number of rows has one price μ
-of a row for all samples, in units of variance:
+    π = min(1, R √(3/μ)),       m the number with the least V + μ (π + m).
 
-    π = min(1, t √(3/μ))        and a row for each column that takes more than μ.
-
-Proof.  For m = 0, V = 3t²/π - (t² + 2q), so ∂/∂π of V + μπ is zero there.  For π < 1 no column takes as much: it is
-3t² < μ, and 2 S²_0 <= 2t².  (For t² a little above μ/3, a column's row and π < 1 can be better, by less than a
-hundredth of variance + μ rows.)
+Proof.  For each m, ∂/∂π of 3R²/π + μπ is zero there.  An allocation with no more rows and less Σ V would have less
+Σ V + μ rows, of which that is the least.
 """
 
 from __future__ import annotations
@@ -60,11 +59,6 @@ class Scores(NamedTuple):
         return Scores(self.trace[rows], self.squared_norm[rows], self.rest[rows], self.noise[rows], self.rank)
 
     @property
-    def fisher(self) -> Tensor:
-        """F² on average over directions of J, [n]."""
-        return self.trace.square() + 2 * self.squared_norm
-
-    @property
     def gains(self) -> Tensor:
         """How much of the variance a row for each column takes, [n, k], falling from left to right."""
         return 2 * (self.noise[:, :-1] - self.noise[:, 1:]).clamp(min=0)
@@ -80,7 +74,7 @@ class Scores(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """How often each sample is kept, and how many of its columns have rows of their own."""
+    """How often each sample's probe is kept, and how many of its columns have rows of their own."""
 
     keep: Tensor  # [n] π
     own: Tensor  # [n] m, columns with rows of their own
@@ -104,7 +98,7 @@ class Allocation(NamedTuple):
 
     def variance(self, scores: Scores) -> float:
         """Predict Σ V, in units of `Scores`."""
-        return variance(scores, self.noise(scores), self.keep)
+        return variance(self.noise(scores), self.rest(scores), self.keep)
 
     @property
     def rows(self) -> float:
@@ -112,12 +106,10 @@ class Allocation(NamedTuple):
         return float((self.keep + self.own).sum())
 
 
-def variance(scores: Scores, noise: Tensor, keep: Tensor | float = 1.0) -> float:
-    """Predict Σ V of samples with this S² [n] that are kept with probability π."""
-    pi = torch.as_tensor(keep, dtype=torch.float64).expand(len(noise))
-    kept = pi > 0
-    pi = pi[kept]
-    return float((2 * noise[kept] / pi + (1 / pi - 1) * scores.fisher[kept]).sum())
+def variance(noise: Tensor, rest: Tensor, keep: Tensor | float = 1.0) -> float:
+    """Predict Σ V of probes with these S² [n] and R [n] that are kept with probability π, which is 0 only if R is."""
+    missed = 3 * rest.square() * (1 / torch.as_tensor(keep, dtype=torch.float64) - 1)
+    return float((2 * noise + torch.where(rest > 0, missed, 0.0)).sum())
 
 
 def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
@@ -132,19 +124,23 @@ def best_rows(gains: Tensor, count: int, least: int = 0) -> Tensor:
 
 
 def allocate(scores: Scores, rows: float) -> Allocation:
-    """Return the allocation with the least Σ V for a number of rows, by bisection for μ."""
-    gains = scores.gains
+    """Return the allocation with the least Σ V for a number of rows > 0, by bisection for μ."""
+    rest, noise, own = scores.rest, 2 * scores.noise, torch.arange(scores.rest.shape[1])
 
     def at(price: float) -> Allocation:
-        keep = (scores.trace * math.sqrt(3 / price)).clamp(max=1) if price else (scores.trace > 0).double()
-        return Allocation(keep, ((gains > price) & (keep >= 1)[:, None]).sum(1))
+        least = max(math.sqrt(price / 3), 1e-300)  # of R, below which the probe is left out at times: π = R/least
+        keep = (rest / least).clamp(max=1)
+        best = (noise + 3 * rest * (least - rest).clamp(min=0) + price * (keep + own)).argmin(1)
+        return Allocation(keep.gather(1, best[:, None])[:, 0], best)
 
     best = at(0.0)
-    if best.rows <= max(rows, 0.0):
+    if best.rows <= rows:
         return best
-    low = high = 1e-20 * max(float(scores.trace.amax()), 1e-100) ** 2
+    low = high = 3 * max(float(scores.trace.sum()) / rows, 1e-150) ** 2  # the price if all are left out at times
     while at(high).rows > rows:
-        low, high = high, high * 2.0**16
+        low, high = high, 16 * high
+    while at(low).rows <= rows and low > 1e-300:
+        low, high = low * 2.0**-16, low
     while high > 1.001 * low:
         middle = math.sqrt(low) * math.sqrt(high)
         low, high = (low, middle) if at(middle).rows <= rows else (middle, high)

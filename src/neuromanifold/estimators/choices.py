@@ -107,10 +107,14 @@ class Choices:
         probe = ((signs((n, k), columns, generator) * used)[..., None] * columns).sum(-2)
         if c - k == (not self.diagonal):
             return probe  # nothing is left
-        rest = square_root(self._others) * signs((n, c), columns, generator)
-        if not self.diagonal:
-            rest = rest - divide(self._others, self._others.sum(-1, keepdim=True)) * rest.sum(-1, keepdim=True)
-        return probe + rest
+        return probe + self.mix(signs((n, c), columns, generator))
+
+    def mix(self, xi: Tensor) -> Tensor:
+        """S ξ for ξ [..., n, c], where S Sᵀ is what is left without any of the columns."""
+        rest = square_root(self._others) * xi
+        if self.diagonal:
+            return rest
+        return rest - divide(self._others, self._others.sum(-1, keepdim=True)) * rest.sum(-1, keepdim=True)
 
     def left(self) -> tuple[Tensor, Tensor]:
         """The trace t_m and the noise S²_m = t_m² - ‖M_m‖² of what is left after m = 0, 1, ... columns, [n, k + 1].
@@ -133,7 +137,9 @@ class Choices:
             w = asked * divide(later, s[:, :-1])
             squares = w + divide(w * a[:, 1:], later.square())
             along = divide(w * (b[:, 1:] - a[:, 1:] * shares[:, 1:]), later.square())
-        trace = trace.clamp(min=0)
+        trace = trace.clamp(min=0) * (self.weights.shape[-1] > self.count + (not self.diagonal))  # is anything left?
         traces = torch.cat([squares, trace], -1).flip(-1).cumsum(-1).flip(-1)
         gains = 2 * (traces[:, 1:] * squares - along.clamp(min=0)).clamp(min=0)
-        return traces, torch.cat([gains, (trace.square() - norm).clamp(min=0)], -1).flip(-1).cumsum(-1).flip(-1)
+        return traces, torch.cat([gains, (trace.square() - norm).clamp(min=0).minimum(trace.square())], -1).flip(
+            -1
+        ).cumsum(-1).flip(-1)

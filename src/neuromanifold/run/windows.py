@@ -128,7 +128,7 @@ class AdaptiveSteps:
             outputs = self._method.forward(batch) if i else outputs
             self._method.complete(batch, outputs, self._sums, self._estimator.alike(batch.number))
             self._sums.synchronize()
-            self._note_noise(scores, noise, scores.trace.square() if passes <= 1 else noise)
+            self._note_noise(noise, scores.trace.square() if passes <= 1 else noise)
             yield batch, outputs.detached()
 
     # --------------------------------------------------------------------------------------------- everyone is kept
@@ -192,7 +192,9 @@ class AdaptiveSteps:
             keep = in_full_groups(allocation.keep, max(one.samples for one in window), self._method.generator)
             allocation = allocation._replace(keep=keep)
         kept = chosen(allocation.keep, self._method.generator)
-        self._counts.leave_out(len(scores.trace) - len(kept))
+        left_out = allocation.own == 0
+        left_out[kept] = False
+        self._counts.leave_out(int(left_out.sum()))
         self._note_allocation(scores.only(kept), allocation.only(kept))
         later = list[_Columns]()
         for start, stop, one in zip(starts, starts[1:], window, strict=False):
@@ -231,7 +233,7 @@ class AdaptiveSteps:
         self._method.release()
         for batch in batches:
             allocation = Allocation.alike(len(scores.trace), self._estimator.cost)
-            self._note_noise(scores, allocation.noise(scores), scores.trace.square(), allocation.keep)
+            self._note_noise(allocation.noise(scores), scores.trace.square(), allocation.keep)
             self._method.seed(batch.number)
             samples = self._problem.samples_of(batch, first)
             keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
@@ -330,12 +332,12 @@ class AdaptiveSteps:
         return _Seen(batch, scores, outputs.logits.detach() if single else None, choices)
 
     def _note_allocation(self, scores: Scores, done: Allocation) -> None:
-        self._note_noise(scores, done.noise(scores), done.rest(scores).square(), done.keep)
+        self._note_noise(done.noise(scores), done.rest(scores).square(), done.keep)
 
-    def _note_noise(self, scores: Scores, noise: Tensor, bound: Tensor, keep: Tensor | float = 1.0) -> None:
+    def _note_noise(self, noise: Tensor, bound: Tensor, keep: Tensor | float = 1.0) -> None:
         """Add the predicted variance 2S² of samples that were kept, and the bound that their standard errors are."""
         variance, pi = 2 * noise, torch.as_tensor(keep, dtype=torch.float64)
-        missed = (1 - pi) * (scores.fisher + variance)
+        missed = 3 * (1 - pi) * bound
         found, bounded = (float(((pi * one + missed) / pi.square()).sum()) for one in (variance, 2 * bound))
         self._counts.add_noise_shares((found, bounded))
 
