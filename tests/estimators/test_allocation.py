@@ -9,7 +9,7 @@ from torch import Tensor
 
 import neuromanifold as nm
 from neuromanifold.core import Core
-from neuromanifold.estimators.allocation import Allocation, Scores, allocate, among_the_best, best_rows
+from neuromanifold.estimators.allocation import Allocation, RowsSoFar, Scores, allocate, best_rows
 from neuromanifold.estimators.choices import Choices
 from tests.estimators.probes import normal
 
@@ -18,8 +18,8 @@ def scores_of(core: Core) -> Scores:
     """Scores of samples with one output distribution each, as `windows.py` makes them."""
     choices = Choices.of(core)
     assert choices is not None
-    rest, noise = (torch.where(core.trace()[:, None] > 0, part, 0.0) for part in choices.left())
-    return Scores(core.trace().double(), core.squared_norm().double(), rest, noise, core.rank)
+    rest, norms, noise = (torch.where(core.trace()[:, None] > 0, part, 0.0) for part in choices.left())
+    return Scores(rest, norms, noise, core.rank)
 
 
 def peaked(n: int, c: int, seed: int = 0) -> nm.Categorical:
@@ -77,29 +77,41 @@ def test_rows_that_take_nothing_are_not_made() -> None:
     assert best_rows(gains[:0], 5).tolist() == []
 
 
-def test_the_best_rows_so_far() -> None:
-    """Of the last batch, among those of all: as many as `best_rows` gives it together with the batches before."""
-    batches = [scores_of(peaked(20, 6, seed)).gains for seed in range(4)]
-    for last, count in itertools.product(range(4), (0, 1, 7, 40, 99, 10_000)):
-        together = best_rows(torch.cat(batches[: last + 1]), count)[20 * last :].sum()
-        assert among_the_best([gains.flatten() for gains in batches[: last + 1]], count) >= together
-        if count < 99:  # then zeros are not among them
-            assert among_the_best([gains.flatten() for gains in batches[: last + 1]], count) == together
-    ones = torch.ones(3)
-    assert [among_the_best([ones, ones], count) for count in (-1, 0, 1, 4, 9)] == [0, 0, 3, 3, 3]  # ties: all of them
-    assert among_the_best([2 * ones, ones], 3) == 0
-    assert among_the_best([2 * ones, ones], 4) == 3
-    assert among_the_best([ones, ones[:0]], 4) == among_the_best([ones[:0]], 4) == 0
+def test_rows_given_to_one_batch_after_the_other() -> None:
+    """To columns that are among the best of all so far, never more than there are; the first batch gets the best."""
+    batches, given = [scores_of(peaked(20, 6, seed)) for seed in range(4)], 0
+    for least, share in itertools.product((0, 1), (0.0, 0.05, 0.35, 2.0, 100.0)):
+        rows, given = RowsSoFar(), 0
+        for i, scores in enumerate(batches):
+            budget = math.floor(share * 20 * (i + 1))
+            own = rows.best(scores, budget, least)
+            given += int(own.sum()) - least * 20
+            assert own.min() >= least
+            assert given <= budget
+            if i == 0:
+                torch.testing.assert_close(own, best_rows(scores.gains, budget, least))
+            gains = torch.cat([one.gains[:, least:].flatten() for one in batches[: i + 1]])
+            smallest = gains.topk(max(1, min(budget, len(gains)))).values[-1]
+            sent = torch.where(torch.arange(scores.gains.shape[1]) < own[:, None], scores.gains, math.inf)[:, least:]
+            assert budget == 0 or sent.min() >= smallest
+        assert rows.samples == 80
+        assert given >= 0.6 * min(budget, sum(int((one.gains[:, least:] > 0).sum()) for one in batches))
+    alike = scores_of(nm.Categorical(torch.zeros(8, 4)))
+    assert RowsSoFar().best(alike, 4, 0).tolist() == [0] * 8  # none is better than another
+    nothing = scores_of(nm.Categorical(torch.tensor([[0.0, -math.inf, -math.inf]] * 3)))
+    assert RowsSoFar().best(nothing, 9, 1).tolist() == [0, 0, 0]
+    assert RowsSoFar().best(scores_of(nm.Categorical(torch.zeros(0, 4))), 9, 0).tolist() == []
 
 
-def least_variance(noise: Tensor, rest: Tensor, own: Tensor, rows: float) -> Tensor:
-    """The least Σ 2S² + 3R² (1/π - 1) over 0 < π <= 1 with Σ (π + m) <= rows, for given m [choices, n]; inf if none."""
-    low, high = (torch.full((len(noise),), bound, dtype=torch.float64) for bound in (1e-30, 1e30))
+def least_variance(variances: Tensor, fourths: Tensor, own: Tensor, rows: float) -> Tensor:
+    """The least Σ 2S² + A (1/π - 1) over 0 < π <= 1 with Σ (π + m) <= rows, for given m [choices, n]; inf if none."""
+    roots = fourths.sqrt()
+    low, high = (torch.full((len(own),), bound, dtype=torch.float64) for bound in (1e-30, 1e30))
     for _ in range(100):
         middle = (low * high).sqrt()
-        over = ((rest / middle[:, None]).clamp(max=1) + own).sum(-1) > rows
+        over = ((roots / middle[:, None]).clamp(max=1) + own).sum(-1) > rows
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    found = (2 * noise + 3 * rest * (high[:, None] - rest).clamp(min=0)).sum(-1)
+    found = (variances + roots * (high[:, None] - roots).clamp(min=0)).sum(-1)
     return torch.where(high < 1e29, found, math.inf)
 
 
@@ -110,13 +122,13 @@ def test_no_other_allocation_of_as_many_rows_has_less_variance(n: int, c: int, s
     core = nm.Categorical(normal(n, c, seed=seed) * torch.tensor([0.3, 8.0, 2.0, 5.0, 12.0]).double()[:n, None])
     scores = scores_of(core)
     choices = torch.tensor(list(itertools.product(range(c), repeat=n)))  # [choices, n]
-    noise, rest = scores.noise[torch.arange(n), choices], scores.rest[torch.arange(n), choices]
+    variances, fourths = (table[torch.arange(n), choices] for table in (scores.variances, scores.fourths))
     same, better = (choices == choices[:, :1]).all(1), 0
     for budget in torch.linspace(0.05, 0.95, 13).tolist():
         found = allocate(scores, budget * n * (c - 1))
         claimed = found.variance(scores)
         assert 0 < found.rows <= budget * n * (c - 1)
-        least = least_variance(noise, rest, choices, found.rows)
+        least = least_variance(variances, fourths, choices, found.rows)
         assert claimed <= float(least.min()) * 1.005 + 1e-12 * float(scores.trace.amax()) ** 2
         better += bool((claimed < 0.9 * least[same]).all())
     assert better or n == 1
@@ -138,22 +150,23 @@ def test_what_is_left_of_confident_samples_is_not_worth_a_row_of_its_own() -> No
 
 @pytest.mark.parametrize("name", ["random", "confident", "many classes", "peaked"])
 def test_the_budget_is_spent_but_not_exceeded(name: str) -> None:
-    """Up to one row; variance falls with it.  One price, π = R √(3/μ), and no row where it is below one without."""
+    """Up to one row; variance falls with it.  One price, π = √(A/μ), and no row more where it would take less."""
     scores, before = scores_of(nm.Categorical(POPULATIONS[name])), math.inf
     for mean in (0.1, 0.37, 0.67, 1.0, 1.5, 2.5, 4.0):
         found = allocate(scores, 50 * mean)
         assert 50 * mean * 0.998 - 1 <= found.rows <= 50 * mean
         variance, at_times = found.variance(scores), (found.keep > 0) & (found.keep < 1)
         assert variance < before
-        before, prices = variance, (3 * found.rest(scores).square() / found.keep.square())[at_times]
+        fourths = found.of(scores.fourths)
+        before, prices = variance, (fourths / found.keep.square())[at_times]
         if len(prices):
             price = float(prices[0])
             torch.testing.assert_close(prices, torch.full_like(prices, price))
-            assert (3 * found.rest(scores).square()[found.keep == 1] >= price * (1 - 1e-9)).all()
+            assert (fourths[found.keep == 1] >= price * (1 - 1e-9)).all()
             own, k = found.own[:, None], scores.gains.shape[1]
-            assert (3 * scores.rest.gather(1, (own - 1).clamp(min=0)).square() >= price)[own > 0].all()
             more = (own < k) & (found.keep == 1)[:, None]
-            assert (scores.gains.gather(1, own.clamp(max=k - 1))[more] <= price).all()
+            taken = scores.variances[:, :-1] - scores.variances[:, 1:]
+            assert (taken.gather(1, own.clamp(max=k - 1))[more] <= price).all()
 
 
 def test_everything_is_exact_where_the_budget_allows() -> None:
@@ -189,7 +202,8 @@ def test_a_huge_dynamic_range(smallest: float) -> None:
     """Everyone with information can be kept, and is at a large budget."""
     t = torch.logspace(math.log10(smallest), 0, 50, dtype=torch.float64)
     rest = t[:, None] * torch.tensor([1.0, 0.5, 0.0]).double()
-    scores = Scores(t, t.square() / 2, rest, rest.square() * torch.tensor([0.5, 0.0, 0.0]).double(), 2)
+    shares = torch.tensor([0.5, 0.0, 0.0]).double()
+    scores = Scores(rest, rest.square() * (1 - shares), rest.square() * shares, 2)
     before = math.inf
     for budget in (1.0, 10.0, 50.0, 99.0):
         found = allocate(scores, budget)

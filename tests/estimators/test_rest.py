@@ -85,7 +85,7 @@ def test_predicted_noise_is_that_of_the_estimator(c: int) -> None:
 def test_the_least_noise_of_each_number_of_passes(c: int) -> None:
     """`with_passes` and `least_noise`: the best number of columns with passes of their own, for each sample."""
     scores = scores_of(nm.Categorical(6 * normal(20, c)))
-    left = scores.noise
+    left = scores.rest.square() - scores.norms
     for m in (m for m in (1, 2, 3, 9, c - 1) if m <= c - 1):
         factors = [(c - 1 - m) / ((m - own) * max(1, c - 2 - own)) for own in range(min(left.shape[1], m))]
         expected = (left[:, : len(factors)] * torch.tensor(factors)).amin(-1)
@@ -98,16 +98,20 @@ def test_the_least_noise_of_each_number_of_passes(c: int) -> None:
 
 @pytest.mark.parametrize("c", [2, 3, 5, 10, 30])
 def test_what_is_left_without_columns(c: int) -> None:
-    """Trace and noise of M - Σ u_k u_kᵀ by dense matrices."""
+    """Trace, norm and noise of M - Σ u_k u_kᵀ by dense matrices."""
     for scale in (0.0, 1.0, 6.0):
         core = nm.Categorical(scale * normal(20, c))
         choices = choices_of(core)
-        u, (rest, noise) = choices.columns(), choices.left()
+        u, (rest, norms, noise) = choices.columns(), choices.left()
         parts = (u[..., :, None] * u[..., None, :]).cumsum(1)
         M = core.fisher()[:, None] - torch.cat([torch.zeros_like(parts[:, :1]), parts], 1)
         trace, norm = M.diagonal(dim1=-2, dim2=-1).sum(-1), M.square().sum((-2, -1))
         torch.testing.assert_close(rest, trace, rtol=1e-6, atol=1e-13)
-        torch.testing.assert_close(noise, trace.square() - norm, rtol=1e-6, atol=1e-13)
+        torch.testing.assert_close(norms, norm, rtol=1e-6, atol=1e-13)
+        axes = torch.eye(c).double()[:, None].expand(-1, 20, -1)
+        along = torch.cat([u, choices.mix(axes).transpose(0, 1)], 1).square().sum(-1).square()  # [n, k + c]
+        later = torch.stack([along[:, m:].sum(1) for m in range(rest.shape[1])], 1)
+        torch.testing.assert_close(noise, trace.square() + 2 * norm - 3 * later, rtol=1e-6, atol=1e-13)
 
 
 def test_predicted_noise_does_not_cancel() -> None:
@@ -120,7 +124,7 @@ def test_predicted_noise_does_not_cancel() -> None:
         torch.testing.assert_close(
             single.squared_norm()[ordinary[:, 0]].double(), double.squared_norm()[ordinary[:, 0]], rtol=1e-5, atol=0
         )
-        ours, exact = choices_of(single).left()[1], choices_of(double).left()[1]
+        ours, exact = choices_of(single).left()[2], choices_of(double).left()[2]
         assert ((ours - exact).abs() <= 1e-4 * exact + 1e-6 * t2)[ordinary[:, 0]].all(), (scale, c)
         assert ((ours >= 0) & (ours <= t2 * (1 + 1e-5) + 1e-300)).all()
         for m in {1, 2, 5, 8} & set(range(1, c - 1)):

@@ -117,7 +117,8 @@ def plan(estimator: Adaptive, scores: Scores) -> Plan:
     cost, n, total = estimator.cost, len(scores.trace), float(scores.trace.sum())
     if 3 * cost <= 1 or not total:
         return Plan("alike")
-    equal = least = variance(scores.with_passes(estimator.mean_passes), scores.trace, min(1.0, cost))
+    passes, fourths = estimator.mean_passes, 3 * scores.trace.square()
+    equal = least = variance(2 * scores.with_passes(passes), fourths, min(1.0, cost))
     found, gains, everyone = Plan("alike"), scores.gains, torch.ones_like(scores.trace)
     for base in range(1, min(math.floor(estimator.mean_passes), gains.shape[1]) + 1) if cost >= 1 else ():
         kept = Allocation(everyone, best_rows(gains, estimator.rows(n, base), base - 1)).variance(scores)

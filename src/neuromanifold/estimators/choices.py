@@ -116,30 +116,39 @@ class Choices:
             return rest
         return rest - divide(self._others, self._others.sum(-1, keepdim=True)) * rest.sum(-1, keepdim=True)
 
-    def left(self) -> tuple[Tensor, Tensor]:
-        """The trace t_m and the noise S²_m = t_m² - ‖M_m‖² of what is left after m = 0, 1, ... columns, [n, k + 1].
+    def left(self) -> tuple[Tensor, Tensor, Tensor]:
+        """tr M_m, ‖M_m‖² and the noise S²_m of a probe of M_m, what is left after m = 0, 1, ... columns, [n, k + 1].
 
-        From the last to the first, since nothing cancels then.  With u = u_m and M' what is left after it,
+        Of signs along columns with derivatives a_k, Var = 2 (Σa²)² - 2 Σa⁴, so that on average over directions of J,
 
-            t = ‖u‖² + t',        S² = S'² + 2 (t' ‖u‖² - uᵀM'u).
+            S² = Var/2 = t² + 2 ‖M_m‖² - 3 Σ_{k>m} ‖u_k‖⁴,        S²_{m-1} = S²_m + 2 (t_m ‖u_m‖² + 2 u_mᵀ M_m u_m),
+            ‖M_{m-1}‖² = ‖M_m‖² + 2 u_mᵀ M_m u_m + ‖u_m‖⁴:
 
-        With s, a and b the sums of p, p² and p³ over the classes that are left, t = s - a/s and, of u_m,
+        from the last to the first, nothing cancels.  With s, a and b the sums of p, p² and p³ over the classes left,
 
-            ‖u‖² = w (1 + a/s²),        uᵀM'u = w/s² (b - a²/s),        w = p_m s/(p_m + s).
+            t = ‖u‖² + t',        ‖u‖² = w (1 + a/s²),        uᵀM'u = w/s² (b - a²/s),        w = p s/(p + s).
         """
-        s, a, b = self._left(3, torch.float64)
+        (s, a, b, d), k = self._left(4, torch.float64), self.count
         asked = self.weights.gather(-1, self._classes).double()
         if self.diagonal:
-            trace, norm, squares, along = s[:, -1:], a[:, -1:], asked, torch.zeros_like(asked)
+            trace, norm, fourths, squares, along = s[:, k:], a[:, k:], a[:, k:], asked, torch.zeros_like(asked)
         else:
             later, shares = s[:, 1:], divide(a, s)  # Σ p²/Σ p
-            trace, norm = (s - shares)[:, -1:], (a - 2 * divide(b, s) + shares.square())[:, -1:]
             w = asked * divide(later, s[:, :-1])
             squares = w + divide(w * a[:, 1:], later.square())
-            along = divide(w * (b[:, 1:] - a[:, 1:] * shares[:, 1:]), later.square())
-        trace = trace.clamp(min=0) * (self.weights.shape[-1] > self.count + (not self.diagonal))  # is anything left?
-        traces = torch.cat([squares, trace], -1).flip(-1).cumsum(-1).flip(-1)
-        gains = 2 * (traces[:, 1:] * squares - along.clamp(min=0)).clamp(min=0)
-        return traces, torch.cat([gains, (trace.square() - norm).clamp(min=0).minimum(trace.square())], -1).flip(
-            -1
-        ).cumsum(-1).flip(-1)
+            along = divide(w * (b[:, 1:] - a[:, 1:] * shares[:, 1:]), later.square()).clamp(min=0)
+            s, a, b, d, trace = s[:, k:], a[:, k:], b[:, k:], d[:, k:], (s - shares)[:, k:]
+            one = 1 + divide(a, s.square())  # ‖√p (e - p/s)‖² = p (one - 2p/s)
+            fourths = a * one.square() - 4 * divide(b * one, s) + 4 * divide(d, s.square())
+            norm = a - 2 * divide(b, s) + divide(a, s).square()
+        anything = self.weights.shape[-1] > k + (not self.diagonal)
+        trace, norm = (part.clamp(min=0) * anything for part in (trace, norm))
+        noise = (trace.square() + 2 * norm - 3 * fourths).clamp(min=0) * anything
+        traces = _from_the_last(squares, trace)
+        norms = _from_the_last(2 * along + squares.square(), norm)
+        return traces, norms, _from_the_last(2 * (traces[:, 1:] * squares + 2 * along), noise)
+
+
+def _from_the_last(steps: Tensor, last: Tensor) -> Tensor:
+    """The sums of the last number [n, 1] and of the steps to it, [n, k + 1]."""
+    return torch.cat([steps, last], -1).flip(-1).cumsum(-1).flip(-1)

@@ -26,7 +26,7 @@ from torch import Tensor
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Hutchinson, NoiseFactors
 from neuromanifold.estimators.adaptive import Adaptive, Plan, chosen, in_full_groups, plan, several
-from neuromanifold.estimators.allocation import Allocation, Scores, allocate
+from neuromanifold.estimators.allocation import Allocation, RowsSoFar, Scores, allocate
 from neuromanifold.estimators.base import signs
 from neuromanifold.estimators.choices import Choices
 from neuromanifold.persample.accumulate import GradientSums
@@ -123,12 +123,13 @@ class AdaptiveSteps:
     def _alike(self, scores: Scores, batches: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
         """Equal numbers of passes for all samples; `scores` are those of the first batch, for the others, too."""
         passes = self._estimator.mean_passes
-        noise = scores.with_passes(passes)
+        variances = 2 * scores.with_passes(passes)
+        fourths = 3 * scores.trace.square() if passes <= 1 else 1.5 * variances
         for i, batch in enumerate(batches):
             outputs = self._method.forward(batch) if i else outputs
             self._method.complete(batch, outputs, self._sums, self._estimator.alike(batch.number))
             self._sums.synchronize()
-            self._note_noise(noise, scores.trace.square() if passes <= 1 else noise)
+            self._note_noise(variances, fourths)
             yield batch, outputs.detached()
 
     # --------------------------------------------------------------------------------------------- everyone is kept
@@ -140,7 +141,7 @@ class AdaptiveSteps:
 
         Which these are follows from the outputs of their batch and of those before it, and is read back at the end.
         """
-        window, spent = list[tuple[_Seen, Tensor, int]](), _Spent()
+        window, spent = list[tuple[_Seen, Tensor, int]](), RowsSoFar()
         for batch in chain([seen.batch], rest):
             if batch is not seen.batch:
                 outputs = self._method.forward(batch)
@@ -225,15 +226,14 @@ class AdaptiveSteps:
         drawn = self._method.cotangents(outputs, several(1))
         if joined is not None and bool(own.any()):
             drawn = self._without(drawn, joined, joined.columns(), own)
-        self._send_weighted(batch, outputs, drawn, allocation.keep[group], allocation.rest(scores)[group])
+        self._send_weighted(batch, outputs, drawn, allocation.keep[group], allocation.of(scores.rest)[group])
 
     def _at_random(self, scores: Scores, batches: Iterator[Batch], outputs: Outputs) -> Iterator[tuple[Batch, Outputs]]:
         """Samples of each batch at random, which are as good as any other if all are alike."""
         first = outputs = outputs.detached()  # the graph is not needed
         self._method.release()
         for batch in batches:
-            allocation = Allocation.alike(len(scores.trace), self._estimator.cost)
-            self._note_noise(allocation.noise(scores), scores.trace.square(), allocation.keep)
+            self._note_allocation(scores, Allocation.alike(len(scores.trace), self._estimator.cost))
             self._method.seed(batch.number)
             samples = self._problem.samples_of(batch, first)
             keep = torch.full((samples,), self._estimator.cost, dtype=torch.float64)
@@ -325,47 +325,22 @@ class AdaptiveSteps:
         single = outputs.logits.ndim == 2
         choices = Choices.of(core) if single else None
         if choices is None:  # of a sum over positions, no number of passes is exact
-            rest, noise = trace[:, None], (trace.square() - norm).clamp(min=0)[:, None]
+            parts = [part[:, None] for part in (trace, norm, (trace.square() - norm).clamp(min=0))]
         else:
-            rest, noise = (torch.where(trace[:, None] > 0, part, 0.0) for part in choices.left())
-        scores = Scores(trace, norm, rest, noise, core.rank if single else 2**30)
+            parts = [torch.where(trace[:, None] > 0, part, 0.0) for part in choices.left()]
+        scores = Scores(parts[0], parts[1], parts[2], core.rank if single else 2**30)
         return _Seen(batch, scores, outputs.logits.detach() if single else None, choices)
 
     def _note_allocation(self, scores: Scores, done: Allocation) -> None:
-        self._note_noise(done.noise(scores), done.rest(scores).square(), done.keep)
+        self._note_noise(done.of(scores.variances), done.of(scores.fourths), done.keep)
 
-    def _note_noise(self, noise: Tensor, bound: Tensor, keep: Tensor | float = 1.0) -> None:
-        """Add the predicted variance 2S² of samples that were kept, and the bound that their standard errors are."""
-        variance, pi = 2 * noise, torch.as_tensor(keep, dtype=torch.float64)
-        missed = 3 * (1 - pi) * bound
-        found, bounded = (float(((pi * one + missed) / pi.square()).sum()) for one in (variance, 2 * bound))
-        self._counts.add_noise_shares((found, bounded))
-
-
-class _Spent:
-    """Which columns of the batches of a window have rows, as long as nothing is read back from a GPU."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self._gains = list[Tensor]()  # of all batches
-        self._rows: Tensor | int = 0
-
-    def best(self, scores: Scores, rows: int, least: int) -> Tensor:
-        """How many columns of each sample are sent, [n]: the `least` first ones, and those with rows.
-
-        The latter are among the best `rows` of all batches so far, and no more than are left of these.
-        """
-        self.samples += len(scores.trace)
-        gains = scores.gains[:, least:]
-        own = gains.flatten().sort(descending=True).values
-        self._gains.append(own)
-        every = torch.cat(self._gains)
-        limit = every.topk(rows + 1).values[-1] if rows < len(every) else every.new_zeros(())
-        left = torch.as_tensor(rows - self._rows, device=own.device).clamp(0, len(own))
-        last = torch.cat([own, own.new_zeros(1)]).gather(0, left[None])[0]  # the first one that is too many
-        found = (gains > torch.maximum(limit, last)).sum(1)
-        self._rows = self._rows + found.sum()
-        return torch.where(scores.trace > 0, found + least, 0)
+    def _note_noise(self, variances: Tensor, fourths: Tensor, keep: Tensor | float = 1.0) -> None:
+        """Add the predicted variance of probes that were kept, and (2/3) E[g⁴], which their standard errors are."""
+        pi = torch.as_tensor(keep, dtype=torch.float64)
+        found, bound = (
+            float(((pi * one + (1 - pi) * fourths) / pi.square()).sum()) for one in (variances, fourths / 1.5)
+        )
+        self._counts.add_noise_shares((found, bound))
 
 
 def _nearly_same(found: Tensor, expected: Tensor) -> bool:
