@@ -41,6 +41,7 @@ FEW = (0.7, 1.1, 0.9, 1.0, 1.05, 1.2)  # where time is short, the most important
 BEGUN = time.perf_counter()
 ONE, PLAIN = "one pass", "forward + backward"
 LEVEL = 0.95
+EVERYONE, SOME = "adaptive, everyone kept", "adaptive, samples left out"
 ROUNDING = 2e-4  # of float32 sums in another order
 
 
@@ -246,32 +247,40 @@ def figure() -> None:
     exact = [one["name"] for _, one in found if one["rows"][0]["error"] < 1e-3]  # after one pass, for two classes
     shown = [(file, one) for file, one in found if ", 0 epochs" not in one["name"] and one["name"] not in exact]
     shown.sort(key=lambda pair: "h200" not in pair[0])
-    columns = min(3, len(shown))
+    columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
-    drawing, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3.2 * rows), squeeze=False, layout="constrained")
+    drawing, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 3 * rows), squeeze=False, layout="constrained")
     for axis, (file, network) in zip(axes.flat, shown, strict=False):
-        for kind in ("orthogonal", "peeled", "adaptive"):
-            points = [row for row in network["rows"] if row["name"].startswith(kind) and row["without_embeddings"] > 0]
-            points.sort(key=lambda row: float(row["name"].split()[1]))
-            axis.plot(*_costs_and_errors(points), "o-", label=kind, markersize=4)
-            for row in points if kind == "adaptive" else []:
-                text = row["name"].split()[1]
-                place = row["cost"], row["without_embeddings"]
-                axis.annotate(text, place, (4, 3), textcoords="offset points", fontsize=7)
+        measured = [row for row in network["rows"] if row["without_embeddings"] > 0]
+        measured.sort(key=lambda row: float(row["name"].split()[1]) if row["name"] != ONE else 0)
+        kinds = {
+            "orthogonal": [row for row in measured if row["name"].startswith("orthogonal")],
+            "peeled": [row for row in measured if row["name"].startswith("peeled")],
+            EVERYONE: [row for row in measured if row["name"].startswith("adaptive") and not row["left out"]],
+            SOME: [row for row in measured if row["name"].startswith("adaptive") and row["left out"]],
+        }
+        for label, points in kinds.items():
+            axis.plot(*_costs_and_errors(points), "o--" if label == SOME else "o-", label=label, markersize=4)
+            for row in points if label in (EVERYONE, SOME) else []:
+                place, offset = (row["cost"], row["without_embeddings"]), (4, 3) if label == EVERYONE else (-11, -10)
+                axis.annotate(row["name"].split()[1], place, offset, textcoords="offset points", fontsize=7)
         axis.plot(*_costs_and_errors(network["rows"][:1]), "k*", label=ONE, markersize=10)
         axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 4, 5]))
+        axis.margins(0.14)
+        errors = [math.log10(row["without_embeddings"]) for row in measured]
+        axis.set_ylim(10 ** math.floor(min(errors)), 10 ** math.ceil(max(errors)))
+        axis.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 5]))
         axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
         where = "H200" if "h200" in file else "CPU"
-        axis.set_title(f"{network['name'].split(',')[0]}, p = {network['peak']:.3f}, {where}", fontsize=9)
-        axis.set_xlabel("measured cost, forward + backward = 1")
+        axis.set_title(f"{network['name'].split(',')[0]}, p = {network['peak']:.3f}, {where}", fontsize=8)
+        axis.set_xlabel("cost, forward + backward = 1")
         axis.set_ylabel("mean relative error")
         axis.grid(alpha=0.3, which="major")
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
-    axes.flat[min(2, len(shown) - 1)].legend()
+    drawing.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     drawing.savefig(RESULTS.parents[1] / "docs" / "images" / "adaptive.png", dpi=110)
 
 
