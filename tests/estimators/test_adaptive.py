@@ -10,7 +10,7 @@ from torch import Tensor
 import neuromanifold as nm
 from neuromanifold.core import Core
 from neuromanifold.estimators import adaptive
-from neuromanifold.estimators.adaptive import Plan, chosen, in_full_groups, plan, several
+from neuromanifold.estimators.adaptive import Strategy, chosen, in_full_groups, several, strategy
 from neuromanifold.estimators.allocation import Allocation, best_rows
 from tests.estimators.probes import normal
 from tests.estimators.test_allocation import scores_of
@@ -23,7 +23,7 @@ def test_which_strategy() -> None:
     """Chosen if some samples matter little, at a low cost; everyone where that leaves little noise; else alike."""
 
     def found(core: Core, *costs: float) -> list[str]:
-        return [plan(nm.Adaptive(cost), scores_of(core)).strategy for cost in costs]
+        return [strategy(nm.Adaptive(cost), scores_of(core)).how for cost in costs]
 
     confident = nm.Categorical(torch.cat([40 * normal(60, 10), 2 * normal(4, 10, seed=1)]))
     assert found(confident, 0.3) == ["alike"]  # outputs alone cost a third
@@ -46,7 +46,7 @@ def test_which_strategy() -> None:
 def test_several_passes_for_everyone_at_large_costs() -> None:
     """Rows of columns cost a whole pass each, those in a batch two thirds: many for all are better in batches."""
     scores = scores_of(nm.Categorical(12 * normal(64, 10)))
-    plans = [plan(nm.Adaptive(cost), scores) for cost in (1.3, 2.0, 3.0, 4.0, 5.0)]
+    plans = [strategy(nm.Adaptive(cost), scores) for cost in (1.3, 2.0, 3.0, 4.0, 5.0)]
     assert [how for how, _ in plans] == ["everyone"] * 5
     bases = [base for _, base in plans]
     assert bases == sorted(bases)
@@ -64,7 +64,7 @@ def test_several_passes_for_everyone_at_large_costs() -> None:
 def test_without_information() -> None:
     for core in (nm.Categorical(torch.zeros(0, 4)), nm.Categorical(torch.tensor([[0.0, -math.inf, -math.inf]] * 3))):
         for cost in (0.5, 1.0, 1.5, 9.0):
-            assert plan(nm.Adaptive(cost), scores_of(core)) == Plan("alike")
+            assert strategy(nm.Adaptive(cost), scores_of(core)) == Strategy("alike")
         keep = torch.zeros(core.batch_shape).double()
         assert len(chosen(keep, torch.Generator())) == 0
         assert in_full_groups(keep, 4, torch.Generator()).tolist() == keep.tolist()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.core import Core
-from neuromanifold.estimators.adaptive import EIGENPAIRS, Plan
+from neuromanifold.estimators.adaptive import EIGENPAIRS, Strategy
 from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import windows
 from neuromanifold.run.methods import PerSample
@@ -388,15 +388,15 @@ def test_a_shard_without_a_window_is_refused() -> None:
     [
         *(("ten classes, confident", 0.8, None), ("three classes, confident", 1.5, None), ("tokens", 0.5, None)),
         ("some labels ignored", 1.5, None),
-        ("ten classes, confident", 1.6, Plan("everyone")),
-        ("some labels ignored", 2.2, Plan("everyone", 2)),
+        ("ten classes, confident", 1.6, Strategy("everyone")),
+        ("some labels ignored", 2.2, Strategy("everyone", 2)),
     ],
 )
 def test_a_run_that_fails_at_any_batch_goes_on_with_the_same_bits(
-    name: str, cost: float, how: Plan | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, cost: float, how: Strategy | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is not None:
-        monkeypatch.setattr(windows, "plan", lambda *_: how)
+        monkeypatch.setattr(windows, "strategy", lambda *_: how)
     case = backwards(CASES[name])
     expected = case.estimate(cost, window=3)
     for at in range(len(case.data)):

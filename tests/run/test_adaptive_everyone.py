@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import neuromanifold as nm
 from neuromanifold.estimators import NoiseFactors
-from neuromanifold.estimators.adaptive import Plan
+from neuromanifold.estimators.adaptive import Strategy
 from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import windows
 from neuromanifold.run.methods import PerSample
@@ -27,7 +27,7 @@ NOISY = ("ten classes, confident", "some labels ignored", "multi-label", "two in
 @pytest.fixture(autouse=True)
 def _everyone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the samples are like."""
-    monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone"))
+    monkeypatch.setattr(windows, "strategy", lambda *_: Strategy("everyone"))
 
 
 # ------------------------------------------------------------------------------------------------------ unbiased
@@ -37,7 +37,7 @@ def _everyone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_unbiased(name: str, base: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """z-scores of combinations of entries over 14 seeds, false-alarm rate 1e-6; of tokens there are no noisy ones."""
-    monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone", base))
+    monkeypatch.setattr(windows, "strategy", lambda *_: Strategy("everyone", base))
     assert z_score(CASES[name], COST + (base - 1) * 2 / 3, 14) < allowed(14)
 
 
@@ -88,7 +88,7 @@ def test_the_twin_that_looks_at_the_noise_is_biased(monkeypatch: pytest.MonkeyPa
 @pytest.mark.filterwarnings("ignore::neuromanifold.SlowPathWarning")
 def test_exact_where_the_cost_allows(name: str, base: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for all columns: nothing is random."""
-    monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone", base))
+    monkeypatch.setattr(windows, "strategy", lambda *_: Strategy("everyone", base))
     found = CASES[name].estimate(20.0, granularity="sample")
     torch.testing.assert_close(flat(found), CASES[name].truth, rtol=1e-8, atol=1e-13)
     assert found.provenance.left_out == 0

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 import neuromanifold as nm
-from neuromanifold.estimators.adaptive import Plan
+from neuromanifold.estimators.adaptive import Strategy
 from neuromanifold.problem.cotangents import Cotangent
 from neuromanifold.run import methods, windows
 from tests.problems.architectures import ARCHITECTURES
@@ -72,7 +72,7 @@ def test_unbiased(name: str) -> None:
 )
 def test_unbiased_where_everyone_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the samples are like, columns of noisy ones have rows of their own."""
-    monkeypatch.setattr(windows, "plan", lambda *_: Plan("everyone"))
+    monkeypatch.setattr(windows, "strategy", lambda *_: Strategy("everyone"))
     assert z_score(ALL[name]) < LIMIT
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import neuromanifold as nm
-from neuromanifold.estimators.adaptive import Plan
+from neuromanifold.estimators.adaptive import Strategy
 from neuromanifold.run import windows
 from tests.problems.problem import Net
 
-CHOSEN, EVERYONE, TWO = Plan("chosen"), Plan("everyone"), Plan("everyone", 2)
+CHOSEN, EVERYONE, TWO = Strategy("chosen"), Strategy("everyone"), Strategy("everyone", 2)
 
 
-def forced(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr(windows, "plan", lambda *_: plan)
+def forced(monkeypatch: pytest.MonkeyPatch, plan: Strategy) -> None:
+    monkeypatch.setattr(windows, "strategy", lambda *_: plan)
 
 
 def network(scale: float, classes: int = 3) -> Any:
@@ -46,7 +46,7 @@ def assert_exact(model: nn.Module, data: list[Any], cost: float = 8.0) -> None:
 
 
 @pytest.mark.parametrize("plan", [CHOSEN, EVERYONE, TWO], ids=str)
-def test_impossible_classes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_classes(plan: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of -inf are the same in rows as before, though their difference is NaN."""
     forced(monkeypatch, plan)
     masked = Net(lambda m, x, mask: m.net(x).masked_fill(mask, -math.inf), net=network(9, 4))
@@ -65,8 +65,8 @@ def test_masked_classes_do_not_hide_other_logits(value: float) -> None:
     assert not windows._nearly_same(logits.roll(4, 0), logits)
 
 
-@pytest.mark.parametrize("plan", [CHOSEN, EVERYONE, Plan("alike")], ids=str)
-def test_ignored_samples_without_a_possible_class(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plan", [CHOSEN, EVERYONE, Strategy("alike")], ids=str)
+def test_ignored_samples_without_a_possible_class(plan: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     forced(monkeypatch, plan)
     masked = Net(lambda m, x, pad: m.net(x).masked_fill(pad[:, None], -math.inf), net=network(9))
     data = []
@@ -87,7 +87,7 @@ def test_empty_batches_at_the_beginning_of_a_window() -> None:
 
 
 @pytest.mark.parametrize("plan", [CHOSEN, EVERYONE], ids=str)
-def test_batches_with_large_arrays_of_their_own(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_with_large_arrays_of_their_own(plan: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays whose repr is the same are not: samples of such batches are not joined."""
     forced(monkeypatch, plan)
     scaled = Net(lambda m, x, array: m.net(x * float(array[1500])), net=network(9))
@@ -100,7 +100,7 @@ def test_batches_with_large_arrays_of_their_own(plan: Plan, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("plan", [CHOSEN, EVERYONE, TWO], ids=str)
-def test_small_columns_in_half_precision(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_columns_in_half_precision(plan: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """√λ below the least number of float16 is scaled before it is rounded."""
     forced(monkeypatch, plan)
     model = network(0.1).half()
@@ -154,7 +154,7 @@ def test_the_graph_of_the_first_batch_is_released_before_rows_are_run(monkeypatc
 
 
 @pytest.mark.parametrize("plan", [CHOSEN, EVERYONE], ids=str)
-def test_rows_of_long_samples_make_small_batches(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_long_samples_make_small_batches(plan: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of batches with about as many tokens, those with long samples have few: as few as their rows are run with."""
     forced(monkeypatch, plan)
     sizes: dict[int, int] = {}

@@ -37,7 +37,7 @@ class Adaptive(Estimator):
     `window` batches are computed first.  Samples that contribute little, or what is left of a sample without its
     largest columns, are then left out at random, and weighted where they are kept.  Where all samples are alike, as
     with near-uniform predictions, all get the same number of passes, and nothing is computed twice.  Which of these is
-    done is decided for each window by its first batch (`plan`).
+    done is decided for each window by its first batch (`strategy`).
 
     Args:
         cost: in forward + backward passes over the data: 0.7, 1, 1.5, ..., up to where nothing is random any more.
@@ -100,14 +100,14 @@ def several(passes: int) -> Hutchinson:
     return Hutchinson(passes, deflate=EIGENPAIRS if passes > 1 else 1)
 
 
-class Plan(NamedTuple):
+class Strategy(NamedTuple):
     """How the samples of a window are treated: equal passes, rows for noisy ones, or rows for a choice of them."""
 
-    strategy: Literal["alike", "everyone", "chosen"]
+    how: Literal["alike", "everyone", "chosen"]
     base: int = 1  # where everyone is kept, the passes of each batch: columns first, the probe last
 
 
-def plan(estimator: Adaptive, scores: Scores) -> Plan:
+def strategy(estimator: Adaptive, scores: Scores) -> Strategy:
     """Return how to treat samples like these.
 
     At a cost of one or more, samples are left out only where this takes three quarters of the variance, and where what
@@ -116,18 +116,18 @@ def plan(estimator: Adaptive, scores: Scores) -> Plan:
     """
     cost, n, total = estimator.cost, len(scores.trace), float(scores.trace.sum())
     if 3 * cost <= 1 or not total:
-        return Plan("alike")
+        return Strategy("alike")
     passes, fourths = estimator.mean_passes, 3 * scores.trace.square()
     equal = least = variance(2 * scores.with_passes(passes), fourths, min(1.0, cost))
-    found, gains, everyone = Plan("alike"), scores.gains, torch.ones_like(scores.trace)
+    found, gains, everyone = Strategy("alike"), scores.gains, torch.ones_like(scores.trace)
     for base in range(1, min(math.floor(estimator.mean_passes), gains.shape[1]) + 1) if cost >= 1 else ():
         kept = Allocation(everyone, best_rows(gains, estimator.rows(n, base), base - 1)).variance(scores)
         if kept < min(_FEWER * equal, least):
-            found, least = Plan("everyone", base), kept
+            found, least = Strategy("everyone", base), kept
     if cost >= 1 and n * least < _SMALL * total**2:
         return found
     limit = least * (_LEFT_OUT if cost >= 1 else _FEWER)
-    return Plan("chosen") if allocate(scores, n * (cost - 1 / 3)).variance(scores) < limit else found
+    return Strategy("chosen") if allocate(scores, n * (cost - 1 / 3)).variance(scores) < limit else found
 
 
 def chosen(keep: Tensor, generator: torch.Generator) -> Tensor:

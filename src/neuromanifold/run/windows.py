@@ -25,7 +25,7 @@ from torch import Tensor
 
 from neuromanifold.core.checks import message
 from neuromanifold.estimators import Hutchinson, NoiseFactors
-from neuromanifold.estimators.adaptive import Adaptive, Plan, chosen, in_full_groups, plan, several
+from neuromanifold.estimators.adaptive import Adaptive, Strategy, chosen, in_full_groups, several, strategy
 from neuromanifold.estimators.allocation import Allocation, RowsSoFar, Scores, allocate
 from neuromanifold.estimators.base import signs
 from neuromanifold.estimators.choices import Choices
@@ -86,7 +86,7 @@ class AdaptiveSteps:
             raise ValueError(message("passes", "at least 1 for this model and these data", got, advice))
         seen = self._see(first, outputs)
         scores = Scores.joined([seen.scores])
-        how, base = plan(self._estimator, scores) if regroups else Plan("alike")
+        how, base = strategy(self._estimator, scores) if regroups else Strategy("alike")
         if how == "chosen":
             return self._by_scores(seen, [first, *rest], outputs.detached())
         if how == "everyone":
