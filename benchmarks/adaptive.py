@@ -239,7 +239,7 @@ def _is_past(moment: float) -> bool:
 def figure() -> None:
     """Error against measured cost of all networks that have been measured."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
     found = [
         (path.stem, one) for path in sorted(RESULTS.glob("adaptive-*.json")) for one in json.loads(path.read_text())
@@ -270,8 +270,8 @@ def figure() -> None:
         axis.margins(0.14)
         errors = [math.log10(row["without_embeddings"]) for row in measured]
         axis.set_ylim(10 ** math.floor(min(errors)), 10 ** math.ceil(max(errors)))
-        axis.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 5]))
-        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5]))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.xaxis.set_minor_formatter(NullFormatter())
         where = "H200" if "h200" in file else "CPU"
         axis.set_title(f"{network['name'].split(',')[0]}, p = {network['peak']:.3f}, {where}", fontsize=8)
