@@ -228,3 +228,21 @@ def test_the_allocation_of_equal_samples_is_uniform_sampling() -> None:
     t, q = 3.0, 3.0
     assert by_hand.variance(scores) == pytest.approx(40 * (2 * (t**2 - q) * 3 + 2 * (t**2 + 2 * q)))
     assert by_hand.rows == pytest.approx(40 / 3)
+
+
+@pytest.mark.parametrize("classes", [3, 10, 30])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_nothing_is_read_back_from_a_device(classes: int, diagonal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without data: reading one, or mixing it with one on the CPU, is an error.  Twin: `best_rows` reads."""
+    made = lambda shape, like, _: torch.ones(shape, dtype=like.dtype, device=like.device)  # noqa: E731
+    monkeypatch.setattr("neuromanifold.estimators.choices.signs", made)
+    choices = Choices(torch.empty(16, classes, device="meta"), diagonal)
+    rest, norms, noise = choices.left()
+    columns, rows, generator = choices.columns(), RowsSoFar(), torch.Generator()
+    for budget, least in ((0, 0), (3, 0), (1000, 1)):
+        own = rows.best(Scores(rest, norms, noise, classes), budget, least)
+        for where in (own, torch.zeros(16, dtype=torch.long)):
+            assert choices.probe(columns, where, generator).device.type == "meta"
+    assert choices.only(torch.arange(4)).columns().shape == (4, choices.count, classes)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        best_rows(Scores(rest, norms, noise, classes).gains, 3)
