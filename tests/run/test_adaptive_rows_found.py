@@ -13,6 +13,8 @@ import neuromanifold as nm
 from neuromanifold.estimators.adaptive import Strategy
 from neuromanifold.run import windows
 from tests.problems.problem import Net
+from tests.run.test_adaptive import allowed, flat, projected
+from tests.zscores import worst_z_score
 
 CHOSEN, EVERYONE, TWO = Strategy("chosen"), Strategy("everyone"), Strategy("everyone", 2)
 
@@ -177,6 +179,30 @@ def test_passes_without_noise_have_sums_of_their_own(monkeypatch: pytest.MonkeyP
     found = nm.fisher_diagonal(model, [x], nm.Adaptive(5 / 3))
     share = {name: float(found.noiseless[name].sum() / found.sums[name].sum()) for name in found}
     assert share["weight"] > 0.4
+
+
+class Widths(nn.Module):
+    """As many logits as its inputs say, which are all alike in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 8 * self.layer(x[:, :3])[:, : int(x[0, 3])]
+
+
+@pytest.mark.parametrize("plan", [CHOSEN, EVERYONE], ids=str)
+def test_samples_with_other_numbers_of_classes_are_not_joined(plan: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """False-alarm rate 1e-6, over 24 seeds."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Widths().double()
+        data = [torch.cat([torch.randn(6, 3), torch.full((6, 1), c)], 1).double() for c in (12.0, 14.0, 12.0, 14.0)]
+    exact = flat(nm.fisher_diagonal(model, data, nm.Exact()))
+    forced(monkeypatch, plan)
+    runs = [flat(nm.fisher_diagonal(model, data, nm.Adaptive(1.5, window=4), seed=seed)) for seed in range(24)]
+    assert worst_z_score(projected(torch.stack(runs)), projected(exact)) < allowed(24)
 
 
 class Scaled(nn.Module):

@@ -83,11 +83,7 @@ class Choices:
         p, classes = self.weights, self._classes[..., None]
         asked = p.gather(-1, self._classes)
         if self.diagonal:
-            return (
-                torch.zeros_like(p)[:, None]
-                .repeat(1, self.count, 1)
-                .scatter(-1, classes, square_root(asked)[..., None])
-            )
+            return p.new_zeros(*asked.shape, p.shape[-1]).scatter(-1, classes, square_root(asked)[..., None])
         left = self._left(1, p.dtype)[0]
         sizes = square_root(asked * divide(left[:, 1:], left[:, :-1]))
         place = torch.full_like(p, self.count, dtype=torch.long).scatter(-1, self._classes, self._order)
@@ -141,9 +137,9 @@ class Choices:
             one = 1 + divide(a, s.square())  # ‖√p (e - p/s)‖² = p (one - 2p/s)
             fourths = a * one.square() - 4 * divide(b * one, s) + 4 * divide(d, s.square())
             norm = a - 2 * divide(b, s) + divide(a, s).square()
-        anything = self.weights.shape[-1] > k + (not self.diagonal)
-        trace, norm = (part.clamp(min=0) * anything for part in (trace, norm))
-        noise = (trace.square() + 2 * norm - 3 * fourths).clamp(min=0) * anything
+        is_left = self.weights.shape[-1] > k + (not self.diagonal)  # else these are zero, but for rounding
+        trace, norm = (part.clamp(min=0) * is_left for part in (trace, norm))
+        noise = (trace.square() + 2 * norm - 3 * fourths).clamp(min=0) * is_left
         traces = _from_the_last(squares, trace)
         norms = _from_the_last(2 * along + squares.square(), norm)
         return traces, norms, _from_the_last(2 * (traces[:, 1:] * squares + 2 * along), noise)

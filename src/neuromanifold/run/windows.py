@@ -52,6 +52,10 @@ class _Seen(NamedTuple):
     def samples(self) -> int:
         return len(self.scores.trace)
 
+    def kind(self, batch_dim: int) -> object:
+        """A value that is equal for batches whose samples can be joined, and have as many classes."""
+        return kind_of(self.batch, self.samples, batch_dim), None if self.logits is None else self.logits.shape[1:]
+
 
 class _Columns(NamedTuple):
     """Columns ±u_k of some samples of a batch, which have rows of their own."""
@@ -188,7 +192,7 @@ class AdaptiveSteps:
         budget = (self._estimator.cost - 1 / 3) * starts[-1]
         scores = Scores.joined([one.scores for one in window])
         allocation = allocate(scores, budget)
-        kinds = [kind_of(one.batch, one.samples, self._problem.batch_dim) for one in window]
+        kinds = [one.kind(self._problem.batch_dim) for one in window]
         if len(set(kinds)) == 1:
             keep = in_full_groups(allocation.keep, max(one.samples for one in window), self._method.generator)
             allocation = allocation._replace(keep=keep)
@@ -281,9 +285,12 @@ class AdaptiveSteps:
         index = torch.arange(columns.shape[1])
         owner, k = ((index >= sent) & (index < own[rows, None])).nonzero().unbind(1)
         taken = self._taken(seen.batch, seen.samples, rows)
-        kind = kind_of(seen.batch, seen.samples, self._problem.batch_dim), columns.shape[-1]
         values = self._signed(columns[owner.to(device), k.to(device)])
-        return [_Columns(taken, kind, seen.samples, seen.logits[rows.to(device)], owner, values)]
+        return [
+            _Columns(
+                taken, seen.kind(self._problem.batch_dim), seen.samples, seen.logits[rows.to(device)], owner, values
+            )
+        ]
 
     def _send_columns(self, columns: list[_Columns]) -> None:
         """Rows of columns in full batches of samples of the same kind, no larger than those that they are from."""
