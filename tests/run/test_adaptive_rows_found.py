@@ -36,10 +36,6 @@ def inputs(*sizes: int) -> list[Tensor]:
     return list(torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0)).double().mul_(2).split(sizes))
 
 
-def flat(fim: nm.DiagonalFisher) -> Tensor:
-    return torch.cat([fim.sums[name].double().flatten() for name in fim])
-
-
 def assert_exact(model: nn.Module, data: list[Any], cost: float = 8.0) -> None:
     """At this cost all columns have rows."""
     expected = nm.fisher_diagonal(model, data, nm.Exact(), reduction="sum")
