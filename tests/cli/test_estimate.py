@@ -103,6 +103,24 @@ def test_options_reach_the_estimate(folder: Folder, tmp_path: Path) -> None:
     assert other.provenance.data == found.provenance.data
 
 
+def test_passes_and_what_they_leave_out(folder: Folder, tmp_path: Path) -> None:
+    """As many as from Python, said in the terminal and on the page."""
+    path, _ = write_data("text", tmp_path, 12)
+    out, page = tmp_path / "fim.safetensors", tmp_path / "page.html"
+    said = good("estimate", "-m", folder("text"), "-d", path, "-o", out, "-b", 4, "--passes", 0.5)
+    found = nm.load(out)
+    assert isinstance(found, nm.DiagonalFisher)
+    about = found.provenance
+    assert (about.estimator, about.target) == ("Adaptive(cost=0.5, window=16)", "unbiased")
+    assert 0 < about.left_out < found.count == 12
+    sentence = f"{about.left_out} of these samples, for which others have larger weights"
+    assert sentence in " ".join(said.split())
+    good("report", out, "-o", page)
+    assert sentence in page.read_text()
+    said = good("estimate", "-m", folder("text"), "-d", path, "-o", out, "-b", 4)
+    assert "left out" not in said
+
+
 def test_a_relative_error_ends_the_run(folder: Folder, tmp_path: Path) -> None:
     path, _ = write_data("image", tmp_path, 6)
     out = tmp_path / "fim.safetensors"

@@ -142,6 +142,7 @@ def provenance_facts(summary: Summary) -> dict[str, str]:
         "right for F": p.target,
         "likelihood": p.likelihood,
         "samples": result.seen if result.positions != result.count else f"{result.count:,}",
+        "left out": f"{p.left_out:,} of these samples, for which others have larger weights" if p.left_out else "",
         "labels": "shifted by one: position t predicts token t + 1" if p.shift_labels else "",
         "batches": f"{p.batches:,}, {counted(p.passes, 'backward pass')}",
         "squared per": ", ".join(f"{one}: {counted(n, 'parameter')}" for one, n in squared.items()),

@@ -28,4 +28,6 @@ def combine_command(
         except ValueError as error:
             raise ValueError(f"{path} cannot be added to the files before it: {error}") from error
     total.save(output)
-    print_result(total, only=("trace", "estimator", "right for F", "samples", "batches"), also={"written": output})
+    print_result(
+        total, only=("trace", "estimator", "right for F", "samples", "left out", "batches"), also={"written": output}
+    )

@@ -23,7 +23,7 @@ from neuromanifold.run.settings import Checkpoint, choose_error_bars
 
 DEFAULT = "Hutchinson()"
 ERROR_BARS: dict[str, Any] = {"auto": "auto", "entries": True, "rows": "rows", "none": False}
-_PRINTED = ("trace", "estimator", "right for F", "samples", "labels", "batches", "ended")
+_PRINTED = ("trace", "estimator", "right for F", "samples", "left out", "labels", "batches", "ended")
 _INTERRUPTED, _NOT_REACHED = 130, 3  # exit codes
 
 
